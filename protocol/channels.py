@@ -1,0 +1,511 @@
+"""Typed channels over ZeroMQ: the one place that handles sockets, frames, sessions, sequence numbers and handshakes.
+
+`ServerChannel` (ROUTER) binds and talks to many peers, `ClientChannel` (DEALER) connects and talks to one. Neither
+blocks: `receive()` returns what has arrived, `send()` succeeds or raises. Both work from a poll loop (`.socket`)
+and from asyncio (`attach`). They don't decide anything: who is welcome is the owner's business.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+
+from protocol import wire
+from protocol.messages import Goodbye, Heartbeat, Hello, Refused, Welcome
+
+log = logging.getLogger("triptych.link")
+
+HIGH_WATER_MARK = 4096
+LINGER_MS = 200
+HELLO_INTERVAL_S = 0.2
+HEARTBEAT_INTERVAL_S = 0.5
+MAX_IPC_PATH = 107
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+class ChannelError(Exception):
+    """A message could not be handed over. The owner decides what becomes of it; it is never dropped silently."""
+
+
+class PeerGone(ChannelError):
+    """There is no session with that peer (never welcomed, restarted, or disconnected)."""
+
+
+class ChannelFull(ChannelError):
+    """The peer doesn't read and the bounded queue to it is full."""
+
+
+class AddressError(ValueError):
+    """An address that can't be bound or connected to, with the reason."""
+
+
+@dataclass
+class LinkStats:
+    """Counters of one channel, exported as metrics by its owner."""
+
+    sent: int = 0
+    received: int = 0
+    bad_frames: int = 0
+    stale_frames: int = 0
+    lost_frames: int = 0
+    refused_hellos: int = 0
+    send_failures: int = 0
+
+
+def new_instance() -> str:
+    """A process's instance id: 16 random hex digits."""
+    return secrets.token_hex(8)
+
+
+def check_address(address: str) -> None:
+    """Raise AddressError for an address that ZeroMQ would misread, cut or silently take over."""
+    if address.startswith("ipc://"):
+        path = address.removeprefix("ipc://")
+        if not path.startswith("/"):
+            raise AddressError(f"{address}: an ipc address needs an absolute path")
+        if len(os.fsencode(path)) > MAX_IPC_PATH:
+            raise AddressError(f"{address}: the path has {len(os.fsencode(path))} bytes, the limit is {MAX_IPC_PATH}")
+    elif not address.startswith(("tcp://", "inproc://")):
+        raise AddressError(f"{address}: expected ipc:///path, tcp://host:port or inproc://name")
+
+
+def _own_ipc_path(address: str) -> None:
+    """Refuse an ipc path that a live process listens on (ZeroMQ would take it over) and sweep a dead one's file."""
+    import socket
+
+    path = address.removeprefix("ipc://")
+    if not os.path.exists(path):
+        return
+    if not stat.S_ISSOCK(os.stat(path).st_mode):
+        raise AddressError(f"{address}: a file that is not a socket is in the way")
+    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        probe.settimeout(0.5)
+        probe.connect(path)
+    except OSError:
+        os.unlink(path)
+    else:
+        raise AddressError(f"{address}: another live process listens there")
+    finally:
+        probe.close()
+
+
+def _new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.IMMEDIATE, 0)
+    return socket
+
+
+def check_hello(hello: Hello) -> Refused | None:
+    """None if this build can speak with the sender, else the refusal to send back."""
+    if hello.version != wire.PROTOCOL_VERSION:
+        return Refused(
+            wire.BAD_VERSION,
+            f"{hello.role} {hello.instance} speaks protocol {hello.version}, this side {wire.PROTOCOL_VERSION}",
+        )
+    if hello.schema_digest != wire.SCHEMA_DIGEST:
+        return Refused(
+            wire.BAD_DIGEST,
+            f"{hello.role} {hello.instance} has message schema {hello.schema_digest}, "
+            f"this side {wire.SCHEMA_DIGEST}: both must run the same build",
+        )
+    return None
+
+
+class _Attached:
+    """Runs `on_ready` from an asyncio loop whenever the (edge-triggered) ZeroMQ descriptor may have messages."""
+
+    def __init__(self, socket: zmq.Socket[bytes], on_ready: Callable[[], None]) -> None:
+        import asyncio
+
+        self._socket = socket
+        self._on_ready = on_ready
+        self._loop = asyncio.get_running_loop()
+        self._fd = socket.getsockopt(zmq.FD)
+        self._loop.add_reader(self._fd, self._readable)
+        self._loop.call_soon(self._readable)
+        self.pending = False
+
+    def _readable(self) -> None:
+        self.pending = False
+        if self._socket.closed:
+            return
+        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            self._on_ready()
+
+    def recheck(self) -> None:
+        """After a send the descriptor's edge may have been consumed: look again once control returns to the loop."""
+        if not self.pending:
+            self.pending = True
+            self._loop.call_soon(self._readable)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._fd)
+
+
+@dataclass
+class _Session:
+    number: int
+    peer: Hello
+    sent: int = 0
+    expected: int = 0
+    last_seen: float = field(default_factory=time.monotonic)
+
+
+class ServerChannel(Generic[R]):
+    """The binding side. `receives` is the union of messages that peers may send.
+
+    A peer exists from `welcome()` until `drop()`. Messages of peers without a session are answered with
+    Refused(no_session), so that a peer which outlived its session shakes hands again.
+    """
+
+    def __init__(
+        self, context: zmq.Context[Any], address: str, receives: Any, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        check_address(address)
+        if address.startswith("ipc://"):
+            _own_ipc_path(address)
+        self.address = address
+        self.stats = LinkStats()
+        self._clock = clock
+        self._codec: wire.Codec[R] = wire.Codec(receives)
+        self._sessions: dict[bytes, _Session] = {}
+        self._hellos: dict[bytes, tuple[int, Hello]] = {}
+        self._attached: _Attached | None = None
+        self.socket = _new_socket(context, zmq.ROUTER)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        try:
+            self.socket.bind(address)
+        except zmq.ZMQError as error:
+            self.socket.close(linger=0)
+            raise AddressError(f"{address}: can't bind: {error}") from error
+        if address.startswith("ipc://"):
+            os.chmod(address.removeprefix("ipc://"), 0o600)
+
+    @property
+    def bound_address(self) -> str:
+        """The address with a wildcard port resolved."""
+        return self.socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+
+    @property
+    def peers(self) -> list[bytes]:
+        """Identities with a session."""
+        return list(self._sessions)
+
+    def peer(self, identity: bytes) -> Hello | None:
+        """The Hello of a welcomed peer."""
+        session = self._sessions.get(identity)
+        return session.peer if session else None
+
+    def silent_for(self, identity: bytes) -> float:
+        """Seconds since the peer's last frame."""
+        return self._clock() - self._sessions[identity].last_seen
+
+    def receive(self, limit: int = 1000) -> list[tuple[bytes, R]]:
+        """All messages that have arrived, at most `limit`, in order per peer. Hellos come through as messages."""
+        messages: list[tuple[bytes, R]] = []
+        while len(messages) < limit:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            identity = frames[0]
+            if len(frames) != 2:
+                self._bad(identity, f"{len(frames) - 1} frames instead of 1")
+                continue
+            try:
+                number, sequence, message = self._codec.decode(frames[1])
+            except wire.FrameError as error:
+                self._bad(identity, str(error))
+                continue
+            if self._take(identity, number, sequence, message):
+                messages.append((identity, message))
+        return messages
+
+    def _take(self, identity: bytes, number: int, sequence: int, message: R) -> bool:
+        """Session bookkeeping for one decoded frame; True if the owner should see it."""
+        session = self._sessions.get(identity)
+        if isinstance(message, Hello):
+            if session is not None and session.number == number:
+                return False  # a repeated Hello that our Welcome has already answered
+            refusal = check_hello(message)
+            if refusal is not None:
+                self._refuse(identity, number, refusal)
+                return False
+            if self._hellos.get(identity, (None, None))[0] == number:
+                return False  # repeated while the owner still ponders
+            self._hellos[identity] = (number, message)
+            return True
+        if session is None or session.number != number:
+            self.stats.stale_frames += 1
+            if session is None:
+                self._refuse(identity, number, Refused(wire.NO_SESSION, "say hello first"))
+            return False
+        session.last_seen = self._clock()
+        if sequence != session.expected:
+            lost = (sequence - session.expected) & 0xFFFFFFFF
+            if lost >= 0x80000000:
+                self.stats.stale_frames += 1  # a replayed frame
+                return False
+            self.stats.lost_frames += lost
+            log.error("lost %d frames from %s %s", lost, session.peer.role, session.peer.instance)
+        session.expected = (sequence + 1) & 0xFFFFFFFF
+        self.stats.received += 1
+        return True
+
+    def _bad(self, identity: bytes, why: str) -> None:
+        self.stats.bad_frames += 1
+        if self.stats.bad_frames == 1 or self.stats.bad_frames % 1000 == 0:
+            log.warning("%s: bad frame (%d so far): %s", self.address, self.stats.bad_frames, why)
+        session = self._sessions.get(identity)
+        self._raw_send(identity, session.number if session else 0, 0, Refused(wire.BAD_FRAME, why[:200]))
+
+    def _refuse(self, identity: bytes, number: int, refusal: Refused) -> None:
+        self.stats.refused_hellos += 1
+        self._raw_send(identity, number, 0, refusal)
+
+    def _raw_send(self, identity: bytes, number: int, sequence: int, message: msgspec.Struct) -> bool:
+        frame = self._codec.encode(message, number, sequence)
+        try:
+            self.socket.send_multipart((identity, frame), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self.stats.send_failures += 1
+            return False
+        if self._attached:
+            self._attached.recheck()
+        return True
+
+    def welcome(self, identity: bytes, welcome: Welcome) -> None:
+        """Open a session for the peer whose Hello came through `receive`. Raises PeerGone if it has left."""
+        number, hello = self._hellos.pop(identity)
+        self._sessions[identity] = _Session(number, hello, last_seen=self._clock())
+        self.send(identity, welcome)
+
+    def refuse(self, identity: bytes, refusal: Refused) -> None:
+        """Turn down the peer whose Hello came through `receive`."""
+        number, _ = self._hellos.pop(identity)
+        self._refuse(identity, number, refusal)
+
+    def send(self, identity: bytes, message: msgspec.Struct) -> None:
+        """Send to a welcomed peer. Raises PeerGone or ChannelFull; encoding errors reach the caller unsent."""
+        session = self._sessions.get(identity)
+        if session is None:
+            raise PeerGone("no session with this peer")
+        frame = self._codec.encode(message, session.number, session.sent)
+        try:
+            self.socket.send_multipart((identity, frame), zmq.NOBLOCK)
+        except zmq.Again as error:
+            self.stats.send_failures += 1
+            raise ChannelFull(f"{session.peer.role} {session.peer.instance} doesn't read") from error
+        except zmq.ZMQError as error:
+            self.stats.send_failures += 1
+            raise PeerGone(f"{session.peer.role} {session.peer.instance}: {error}") from error
+        session.sent = (session.sent + 1) & 0xFFFFFFFF
+        self.stats.sent += 1
+        if self._attached:
+            self._attached.recheck()
+
+    def drop(self, identity: bytes, goodbye: Goodbye | None = None) -> None:
+        """End a peer's session, telling it why if it still listens. Idempotent."""
+        session = self._sessions.pop(identity, None)
+        if session is not None and goodbye is not None:
+            self._raw_send(identity, session.number, session.sent, goodbye)
+
+    def attach(self, on_ready: Callable[[], None]) -> None:
+        """Call `on_ready` from the running asyncio loop when messages wait; it must call `receive` until empty."""
+        self._attached = _Attached(self.socket, on_ready)
+
+    def close(self) -> None:
+        """Close the socket and remove its file. Idempotent."""
+        if self.socket.closed:
+            return
+        if self._attached:
+            self._attached.close()
+        self.socket.close()
+        if self.address.startswith("ipc://"):
+            try:
+                os.unlink(self.address.removeprefix("ipc://"))
+            except OSError:
+                pass
+
+
+class ClientChannel(Generic[R]):
+    """The connecting side: one peer, a session that `tick` opens and, after `NO_SESSION` or silence, opens again.
+
+    `hello` is called for each attempt, so it can carry the newest epoch. The owner sees the peer's Welcome, and a
+    Refused or Goodbye that ends the session, among the messages of `receive`; `connected` says whether one is open.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        address: str,
+        receives: Any,
+        hello: Callable[[], Hello],
+        *,
+        silence_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        check_address(address)
+        self.address = address
+        self.stats = LinkStats()
+        self.connected = False
+        self.busy_since_ns = 0
+        self._silence_s = silence_s
+        self._clock = clock
+        self._hello = hello
+        self._codec: wire.Codec[R] = wire.Codec(receives)
+        self._session = secrets.randbits(31)
+        self._sent = 0
+        self._expected = 0
+        self._last_seen = clock()
+        self._last_hello = -1e9
+        self._last_beat = -1e9
+        self._attached: _Attached | None = None
+        self.socket = _new_socket(context, zmq.DEALER)
+        self.socket.setsockopt(zmq.ROUTING_ID, secrets.token_bytes(12))
+        self.socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
+        self.socket.connect(address)
+
+    @property
+    def silent_for(self) -> float:
+        """Seconds since the peer's last frame (or since the channel was made)."""
+        return self._clock() - self._last_seen
+
+    def tick(self) -> bool:
+        """Do what time asks for: a Hello while not connected, a heartbeat while connected. Call ≥ 4 times a second.
+
+        Returns True if the session was just given up because the peer has been silent too long.
+        """
+        now = self._clock()
+        lost = False
+        if self.connected and now - self._last_seen > self._silence_s:
+            self._disconnect()
+            lost = True
+            log.warning("%s: silent for %.1f s, shaking hands again", self.address, now - self._last_seen)
+        if not self.connected and now - self._last_hello >= HELLO_INTERVAL_S:
+            self._last_hello = now
+            try:
+                self._raw_send(self._hello(), 0)
+            except ChannelFull:
+                pass  # nobody is there yet; the queue keeps the earlier ones
+        if self.connected and now - self._last_beat >= HEARTBEAT_INTERVAL_S:
+            self._last_beat = now
+            try:
+                self.send(Heartbeat(time.time_ns(), self.busy_since_ns))
+            except ChannelError:
+                pass  # the peer's silence is what counts
+        return lost
+
+    def _disconnect(self) -> None:
+        """Give up the session; the next Hello opens another, and frames of this one are stale from now on."""
+        self.connected = False
+        self._session = (self._session + 1) & 0x7FFFFFFF
+        self._last_hello = -1e9
+
+    def _raw_send(self, message: msgspec.Struct, sequence: int) -> None:
+        try:
+            self.socket.send(self._codec.encode(message, self._session, sequence), zmq.NOBLOCK)
+        except zmq.Again as error:
+            self.stats.send_failures += 1
+            raise ChannelFull(f"{self.address}: the queue to the peer is full") from error
+        self.stats.sent += 1
+        if self._attached:
+            self._attached.recheck()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send within the session. Raises PeerGone, ChannelFull, or the encoding error (then nothing was sent)."""
+        if not self.connected:
+            raise PeerGone(f"{self.address}: no session")
+        self._raw_send(message, self._sent)
+        self._sent = (self._sent + 1) & 0xFFFFFFFF
+
+    def receive(self, limit: int = 1000) -> list[R]:
+        """All messages that have arrived, at most `limit`, in order."""
+        messages: list[R] = []
+        while len(messages) < limit:
+            try:
+                frame = self.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            try:
+                session, sequence, message = self._codec.decode(frame)
+            except wire.FrameError as error:
+                self.stats.bad_frames += 1
+                log.warning("%s: bad frame: %s", self.address, error)
+                continue
+            if self._take(session, sequence, message):
+                messages.append(message)
+        return messages
+
+    def _take(self, session: int, sequence: int, message: R) -> bool:
+        if session != self._session:
+            self.stats.stale_frames += 1
+            return False
+        self._last_seen = self._clock()
+        if isinstance(message, Welcome) and not self.connected:
+            self.connected = True
+            self._sent = 0
+            self._expected = 1
+            self._last_beat = self._clock()
+            return True
+        if isinstance(message, Refused):
+            if message.code == wire.NO_SESSION:
+                if self.connected:
+                    self._disconnect()
+                return False
+            if message.code != wire.BAD_FRAME:
+                self._disconnect()
+            return True
+        if not self.connected:
+            self.stats.stale_frames += 1
+            return False
+        if sequence != self._expected:
+            lost = (sequence - self._expected) & 0xFFFFFFFF
+            if lost >= 0x80000000:
+                self.stats.stale_frames += 1
+                return False
+            self.stats.lost_frames += lost
+            log.error("%s: lost %d frames", self.address, lost)
+        self._expected = (sequence + 1) & 0xFFFFFFFF
+        self.stats.received += 1
+        if isinstance(message, Goodbye):
+            self._disconnect()
+        return True
+
+    def leave(self, goodbye: Goodbye) -> None:
+        """Say goodbye, if there is anyone to say it to."""
+        if self.connected:
+            try:
+                self.send(goodbye)
+            except ChannelError:
+                pass
+            self._disconnect()
+
+    def attach(self, on_ready: Callable[[], None]) -> None:
+        """Call `on_ready` from the running asyncio loop when messages wait; it must call `receive` until empty."""
+        self._attached = _Attached(self.socket, on_ready)
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        if self.socket.closed:
+            return
+        if self._attached:
+            self._attached.close()
+        self.socket.close()
