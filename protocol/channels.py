@@ -135,7 +135,7 @@ class _Attached:
         self._socket = socket
         self._on_ready = on_ready
         self._loop = asyncio.get_running_loop()
-        self._fd = socket.getsockopt(zmq.FD)
+        self._fd = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._readable)
         self._loop.call_soon(self._readable)
         self.pending = False
@@ -144,7 +144,7 @@ class _Attached:
         self.pending = False
         if self._socket.closed:
             return
-        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._on_ready()
 
     def recheck(self) -> None:
@@ -200,7 +200,9 @@ class ServerChannel(Generic[R]):
     @property
     def bound_address(self) -> str:
         """The address with a wildcard port resolved."""
-        return self.socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+        endpoint = self.socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        return endpoint.rstrip(b"\0").decode()
 
     @property
     def peers(self) -> list[bytes]:

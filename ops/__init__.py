@@ -1,0 +1,1 @@
+"""Everything around the three processes: command line, supervisor, benchmarks, images."""

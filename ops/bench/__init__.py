@@ -1,0 +1,1 @@
+"""Load generation and measurement: `triptych bench …`. Nothing here is imported by the serving processes."""

@@ -1,0 +1,33 @@
+"""`triptych bench <command>`: picks the command; each has its own parser."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+USAGE = """usage: triptych bench <command> [options]
+
+commands:
+  serve      drive an OpenAI-compatible server with random or recorded traffic and report latency and throughput
+  pipeline   start the three processes on a simulated runner and compare streamed tokens/s with what the steps allow
+
+`triptych bench <command> --help` shows a command's options."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one bench command and returns the process's exit code (2: usage)."""
+    command, rest = (argv[0], list(argv[1:])) if argv else ("", [])
+    if command == "serve":
+        from ops.bench import serve
+
+        return serve.main(rest)
+    if command == "pipeline":
+        from ops.bench import pipeline
+
+        return pipeline.main(rest)
+    if command in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0
+    problem = f"unknown bench command {command!r}" if command else "a bench command is needed"
+    print(f"triptych bench: {problem}\n\n{USAGE}", file=sys.stderr)
+    return 2

@@ -1,0 +1,114 @@
+"""One supervised child process: its start, its exit (a pidfd), and its output with a prefix. No policy lives here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from protocol.process import PARENT_ENV
+
+KEPT_LINES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What to run for a role. `restart_env` is added to the environment when it is started again after a failure.
+
+    `stop_grace_s` is how long it may take to end after SIGTERM before it is killed.
+    """
+
+    role: str
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    restart_env: Mapping[str, str] = field(default_factory=dict)
+    stop_grace_s: float = 5.0
+
+
+class Child:
+    """A running program, in a session of its own so that a terminal's Ctrl-C reaches only its supervisor."""
+
+    def __init__(self, program: Program, write: Callable[[str], None], started_at: float, *, again: bool) -> None:
+        self.program = program
+        self.started_at = started_at
+        self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._write = write
+        self._partial = b""
+        environment = {**program.env, **(program.restart_env if again else {}), PARENT_ENV: str(os.getpid())}
+        self._process = subprocess.Popen(
+            list(program.argv),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        self.output = self._process.stdout.fileno()
+        os.set_blocking(self.output, False)
+        self.pid = self._process.pid
+        self.pidfd = os.pidfd_open(self.pid)
+
+    def pump(self) -> bool:
+        """Pass on what the child has written. False once there will be no more."""
+        while True:
+            try:
+                data = os.read(self.output, 65536)
+            except BlockingIOError:
+                return True
+            if not data:
+                self._emit(self._partial)
+                self._partial = b""
+                return False
+            # A progress bar redraws its line after \r: what was overwritten is dropped, what stayed is a line.
+            *lines, self._partial = (self._partial + data).split(b"\n")
+            for line in lines:
+                self._emit(line)
+            self._partial = self._partial.rsplit(b"\r", 1)[-1] if b"\r" in self._partial[:-1] else self._partial
+
+    def signal(self, signum: signal.Signals) -> None:
+        """Send a signal to the child alone; nothing if it has ended."""
+        self._process.send_signal(signum)
+
+    def kill_group(self) -> None:
+        """End the child and everything it started, now."""
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # all of the group has ended
+
+    def reap(self) -> int:
+        """Collect the exit status (negative: the signal that ended it) of a child whose pidfd is readable.
+
+        What it left in its process group is killed, and the descriptors are closed: forget it afterwards.
+        """
+        status = self._process.wait()
+        self.kill_group()
+        self.pump()
+        if self._partial:
+            self._emit(self._partial)
+        os.close(self.pidfd)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        return status
+
+    def _emit(self, line: bytes) -> None:
+        text = line.rstrip(b"\r").rsplit(b"\r", 1)[-1].decode("utf-8", "replace").rstrip()
+        if text:
+            self.last_lines.append(text)
+            self._write(f"{self.program.role:>9} | {text}")
+
+
+def describe_exit(status: int) -> str:
+    """An exit status in words."""
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    hint = " (out of memory?)" if -status == signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"

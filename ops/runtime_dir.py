@@ -1,0 +1,120 @@
+"""The private directory that holds one instance's sockets: made at start, locked by its owner, removed at the end.
+
+The lock is on the directory itself: the kernel drops it however the owner dies, and systemd-tmpfiles leaves locked
+directories alone. Directories of dead owners are swept at the next start.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+from protocol.channels import MAX_IPC_PATH
+from protocol.process import PrivateDirError, ensure_private_dir
+from protocol.settings import SettingError
+
+LONGEST_SOCKET = "scheduler.metrics.sock"
+_SWEEP_LOCK = ".lock"
+_PREFIX = "run-"
+
+
+class RuntimeDir:
+    """A locked runtime directory; a context manager that removes what it made."""
+
+    def __init__(self, path: str, descriptor: int, made: bool) -> None:
+        self.path = path
+        self._descriptor = descriptor
+        self._made = made
+
+    @classmethod
+    def create(cls, environ: Mapping[str, str]) -> Self:
+        """A new directory under `$XDG_RUNTIME_DIR/triptych` or `/tmp/triptych-<uid>`; stale ones there are swept."""
+        for base in _bases(environ):
+            if len(os.fsencode(os.path.join(base, f"{_PREFIX}00000000", LONGEST_SOCKET))) > MAX_IPC_PATH:
+                continue
+            try:
+                base = ensure_private_dir(base)
+                with open(os.path.join(base, _SWEEP_LOCK), "w") as lock:
+                    # Held from mkdir to flock, so that a neighbour doesn't sweep what isn't locked yet.
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                    sweep(base)
+                    path = os.path.join(base, _PREFIX + secrets.token_hex(4))
+                    os.mkdir(path, 0o700)
+                    return cls(path, _lock(path), made=True)
+            except PrivateDirError:
+                raise
+            except OSError:
+                continue  # read-only or missing: the next base may do
+        raise SettingError("--runtime-dir: found no place for sockets (tried $XDG_RUNTIME_DIR and /tmp); name one")
+
+    @classmethod
+    def use(cls, path: str) -> Self:
+        """A directory that the user named. SettingError if it is too long, not private, or another instance's."""
+        path = os.path.abspath(path)
+        if len(os.fsencode(os.path.join(path, LONGEST_SOCKET))) > MAX_IPC_PATH:
+            room = MAX_IPC_PATH - len(LONGEST_SOCKET) - 1
+            raise SettingError(f"--runtime-dir: {path} has {len(os.fsencode(path))} bytes, at most {room} fit")
+        made = not os.path.exists(path)
+        try:
+            ensure_private_dir(path)
+            return cls(path, _lock(path), made)
+        except BlockingIOError:
+            raise SettingError(f"--runtime-dir: {path} is in use by another live instance") from None
+        except OSError as error:
+            raise SettingError(f"--runtime-dir: {error}") from error
+
+    def close(self) -> None:
+        """Remove the directory if this instance made it, else only the sockets in it. Idempotent."""
+        if self._descriptor < 0:
+            return
+        if self._made:
+            shutil.rmtree(self.path, ignore_errors=True)
+        else:
+            for entry in Path(self.path).glob("*.sock"):
+                entry.unlink(missing_ok=True)
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def sweep(base: str) -> list[str]:
+    """Remove the instance directories in `base` whose owner is dead; their paths."""
+    swept = []
+    for entry in sorted(Path(base).glob(_PREFIX + "*")):
+        try:
+            descriptor = _lock(str(entry))
+        except OSError:
+            continue  # its owner lives, or a neighbour was faster
+        try:
+            shutil.rmtree(entry, ignore_errors=True)
+            swept.append(str(entry))
+        finally:
+            os.close(descriptor)
+    return swept
+
+
+def _bases(environ: Mapping[str, str]) -> list[str]:
+    bases = [f"/tmp/triptych-{os.getuid()}"]
+    if environ.get("XDG_RUNTIME_DIR"):
+        bases.insert(0, os.path.join(environ["XDG_RUNTIME_DIR"], "triptych"))
+    return bases
+
+
+def _lock(path: str) -> int:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor

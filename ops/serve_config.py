@@ -1,0 +1,34 @@
+"""Settings of `triptych serve` itself: the supervisor's own. Those of the three processes are in their classes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.settings import check, setting
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """How the three processes are watched. `runtime_dir` empty means a private one per instance, removed at the end."""
+
+    runtime_dir: str = setting(
+        "", help="private directory for sockets; empty: a new one per instance, removed at the end"
+    )
+    start_timeout_s: float = setting(
+        600.0, help="how long loading may take before the start counts as failed", unit="s", minimum=1
+    )
+    restart_limit: int = setting(
+        3, help="failures of one process in a row, each within restart_window_s, that end all of it", minimum=1
+    )
+    restart_window_s: float = setting(
+        30.0, help="a process that lived this long starts again without being counted", unit="s", minimum=0
+    )
+    restart_backoff_s: float = setting(
+        0.5, help="wait before the first restart; doubles with each further one, up to 10 s", unit="s", minimum=0
+    )
+    stop_timeout_s: float = setting(
+        10.0, help="how long each process may take to end (the API: beyond its shutdown_grace_s)", unit="s", minimum=0
+    )
+
+    def __post_init__(self) -> None:
+        check(self)

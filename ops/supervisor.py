@@ -1,0 +1,258 @@
+"""Keeps a few child processes running as one: starts, watches, restarts with backoff, and ends them in order.
+
+It sleeps in one `select` on exits, output, signals and deadlines, so it costs nothing while all is well. What the
+programs are and when they are ready is told by its caller.
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ops.child import Child, Program, describe_exit
+from protocol.process import StopSignal
+
+EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
+PROBE_INTERVAL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """When to start a program again. Failures count as quick when the process lived less than `stable_after_s`."""
+
+    limit: int = 3
+    backoff_s: float = 0.5
+    backoff_max_s: float = 10.0
+    stable_after_s: float = 30.0
+    start_timeout_s: float = 600.0
+
+
+class _Slot:
+    """A program's place: the process in it, or when the next one is due."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.child: Child | None = None
+        self.starts = 0
+        self.quick_failures = 0
+        self.due: float | None = None
+        self.replaced = False
+
+
+class Supervisor:
+    """Runs `programs` (in start order; they are stopped in reverse) until a signal or a failure that repeats.
+
+    `probe` is asked, in a thread, whether all is ready; `on_ready` is then called once. `write` prints a line.
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        *,
+        write: Callable[[str], None],
+        probe: Callable[[], bool],
+        on_ready: Callable[[float], None],
+        policy: RestartPolicy | None = None,
+        cleanup: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._slots = [_Slot(program) for program in programs]
+        self._write = write
+        self._probe = probe
+        self._on_ready = on_ready
+        self._policy = policy or RestartPolicy()
+        self._cleanup = cleanup
+        self._clock = clock
+        self._selector = selectors.DefaultSelector()
+        self._began = clock()
+        self._ready = False
+        self._exit = EXIT_OK
+        self._stopping = False
+        self._kill_at: float | None = None
+        self._probe_reader, self._probe_writer = socket.socketpair()
+        self._probe_done = threading.Event()
+
+    def run(self) -> int:
+        """Supervise until all has ended; the exit code. Call in the main thread."""
+        signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        with StopSignal(signals, on_second=self._kill_now) as stop:
+            self._selector.register(stop, selectors.EVENT_READ, self._stop_requested)
+            self._selector.register(self._probe_reader, selectors.EVENT_READ, self._probed)
+            try:
+                for slot in self._slots:
+                    self._start(slot)
+                threading.Thread(target=self._probe_until_ready, name="readiness", daemon=True).start()
+                while not self._finished():
+                    for key, _ in self._selector.select(self._timeout()):
+                        handler, *arguments = key.data if isinstance(key.data, tuple) else (key.data,)
+                        handler(*arguments)
+                    self._on_time()
+            except BaseException:
+                self._kill_all()
+                raise
+            finally:
+                self._probe_done.set()
+                self._selector.close()
+                self._probe_reader.close()
+                self._cleanup()
+        return self._exit
+
+    # --- starting and failing
+
+    def _start(self, slot: _Slot) -> None:
+        slot.due = None
+        slot.starts += 1
+        child = Child(slot.program, self._write, self._clock(), again=slot.starts > 1)
+        slot.child = child
+        self._selector.register(child.pidfd, selectors.EVENT_READ, (self._exited, slot))
+        self._selector.register(child.output, selectors.EVENT_READ, (self._pump, child))
+
+    def _pump(self, child: Child) -> None:
+        if not child.pump():
+            self._selector.unregister(child.output)
+
+    def _exited(self, slot: _Slot) -> None:
+        child = slot.child
+        assert child is not None
+        slot.child = None
+        self._selector.unregister(child.pidfd)
+        if child.output in self._selector.get_map():
+            self._selector.unregister(child.output)
+        status = child.reap()
+        if self._stopping:
+            self._stopped(slot, status)
+        elif status == EXIT_OK and self._ready:
+            # A clean end that nobody here asked for: another process has taken its place. Don't fight over it.
+            slot.replaced = True
+            self._say(f"{slot.program.role} ended by itself (replaced?); it is not started again")
+            if all(other.child is None and other.due is None for other in self._slots):
+                self._stopping = True
+        elif status == EXIT_CONFIG:
+            self._give_up(f"{slot.program.role} refused its settings", child)
+        else:
+            self._failed(slot, child, status)
+
+    def _failed(self, slot: _Slot, child: Child, status: int) -> None:
+        lived = self._clock() - child.started_at
+        slot.quick_failures = slot.quick_failures + 1 if lived < self._policy.stable_after_s else 1
+        if slot.quick_failures >= self._policy.limit:
+            times = f"{slot.quick_failures} times in a row" if slot.quick_failures > 1 else "at once"
+            self._give_up(f"{slot.program.role} failed {times}; it {describe_exit(status)}", child)
+            return
+        wait = min(self._policy.backoff_s * 2 ** (slot.quick_failures - 1), self._policy.backoff_max_s)
+        slot.due = self._clock() + wait
+        self._say(
+            f"{slot.program.role} {describe_exit(status)} after {lived:.1f} s; starting it again in {wait:g} s "
+            f"(failure {slot.quick_failures} of {self._policy.limit})"
+        )
+
+    def _give_up(self, reason: str, child: Child) -> None:
+        self._say(f"giving up: {reason}")
+        for line in list(child.last_lines)[-3:]:
+            self._say(f"  its last words: {line}")
+        self._exit = EXIT_CONFIG if "settings" in reason else EXIT_FAILED
+        self._begin_stop()
+
+    # --- readiness
+
+    def _probe_until_ready(self) -> None:
+        while not self._probe_done.is_set():
+            if self._probe():
+                break
+            self._probe_done.wait(PROBE_INTERVAL_S)
+        self._probe_writer.close()
+
+    def _probed(self) -> None:
+        self._selector.unregister(self._probe_reader)
+        if not self._stopping:
+            self._ready = True
+            self._on_ready(self._clock() - self._began)
+
+    # --- stopping
+
+    def _stop_requested(self) -> None:
+        # The descriptor stays readable; it has told all it can.
+        for key in list(self._selector.get_map().values()):
+            if key.data == self._stop_requested:
+                self._selector.unregister(key.fileobj)
+        if not self._stopping:
+            self._say("stopping (again to stop at once)")
+            self._begin_stop()
+
+    def _begin_stop(self) -> None:
+        self._stopping = True
+        self._probe_done.set()
+        for slot in self._slots:
+            slot.due = None
+        self._stop_next()
+
+    def _stop_next(self) -> None:
+        """Ask the last started program that still runs to end. The others wait for it: it may need them to drain."""
+        self._kill_at = None
+        for slot in reversed(self._slots):
+            if slot.child is not None:
+                slot.child.signal(signal.SIGTERM)
+                self._kill_at = self._clock() + slot.program.stop_grace_s
+                return
+
+    def _stopped(self, slot: _Slot, status: int) -> None:
+        if status != EXIT_OK:
+            self._say(f"{slot.program.role} {describe_exit(status)} while stopping")
+            self._exit = self._exit or EXIT_FAILED
+        self._stop_next()
+
+    # --- time
+
+    def _timeout(self) -> float | None:
+        deadlines = [slot.due for slot in self._slots if slot.due is not None]
+        if self._kill_at is not None:
+            deadlines.append(self._kill_at)
+        if not self._ready and not self._stopping:
+            deadlines.append(self._began + self._policy.start_timeout_s)
+        return max(min(deadlines) - self._clock(), 0.0) if deadlines else None
+
+    def _on_time(self) -> None:
+        now = self._clock()
+        if self._stopping:
+            if self._kill_at is not None and now >= self._kill_at:
+                self._kill_overdue()
+            return
+        if not self._ready and now >= self._began + self._policy.start_timeout_s:
+            self._say(f"giving up: not ready after {self._policy.start_timeout_s:g} s (--start-timeout-s)")
+            self._exit = EXIT_FAILED
+            self._begin_stop()
+            return
+        for slot in self._slots:
+            if slot.due is not None and now >= slot.due:
+                self._start(slot)
+
+    def _kill_overdue(self) -> None:
+        self._kill_at = None
+        for slot in reversed(self._slots):
+            if slot.child is not None:
+                grace = slot.program.stop_grace_s
+                self._say(f"{slot.program.role} did not end within {grace:g} s, killing it")
+                self._exit = self._exit or EXIT_FAILED
+                slot.child.kill_group()
+                return
+
+    def _finished(self) -> bool:
+        return self._stopping and all(slot.child is None for slot in self._slots)
+
+    def _kill_all(self) -> None:
+        for slot in self._slots:
+            if slot.child is not None:
+                slot.child.kill_group()
+
+    def _kill_now(self) -> None:
+        """The second signal: no ceremony, but nothing left behind either."""
+        self._kill_all()
+        self._cleanup()
+
+    def _say(self, text: str) -> None:
+        self._write(f" triptych | {text}")

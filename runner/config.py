@@ -1,0 +1,88 @@
+"""The runner's settings: one frozen class that flags, environment and files fill. Nothing here reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.settings import SettingError, check, setting
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerConfig:
+    """What one runner process is told. Sizes of 0 mean "decide from the model and the machine"."""
+
+    model: str = setting("", help="GGUF file or Hugging Face directory to load")
+    served_model_name: str = setting("smollm2-135m-instruct", help="model id that clients use")
+    backend: str = setting(
+        "model", choices=("model", "sim"), help="model: compute for real; sim: a cost model in place of tensors"
+    )
+    device: str = setting("cpu", choices=("cpu", "cuda"), help="where the model computes")
+    dtype: str = setting(
+        "auto", choices=("auto", "bfloat16", "float32", "float16"), help="weights and KV type; auto: the checkpoint's"
+    )
+    attention_backend: str = setting(
+        "auto", choices=("auto", "native", "torch"), help="CPU kernels: native (C++), torch, or the fastest that works"
+    )
+    num_threads: int = setting(0, minimum=0, help="CPU threads for computing; 0: all this process may use")
+    kv_cache_memory_bytes: int = setting(
+        0, unit="bytes", minimum=0, help="memory for KV pages; 0: measured (see memory_utilization)"
+    )
+    memory_utilization: float = setting(
+        0.4,
+        minimum=0.01,
+        maximum=0.95,
+        help="part of the memory that is free after loading which KV pages may take, at most 4 GiB on the CPU",
+    )
+    num_blocks_override: int = setting(
+        0, unit="blocks", minimum=0, help="exact number of KV blocks, null block included; 0: from the memory"
+    )
+    swap_space_bytes: int = setting(0, unit="bytes", minimum=0, help="host memory for swapped-out KV pages; 0: no swap")
+    block_size: int = setting(16, unit="tokens", minimum=1, maximum=256, help="tokens per KV block")
+    max_model_len: int = setting(0, unit="tokens", minimum=0, help="longest prompt plus output; 0: the model's")
+    max_num_seqs: int = setting(256, unit="requests", minimum=1, maximum=65536, help="requests in one step at most")
+    max_num_batched_tokens: int = setting(2048, unit="tokens", minimum=1, help="tokens in one step at most")
+    lease_s: float = setting(
+        10.0, unit="s", minimum=0.5, help="a scheduler silent for this long may be replaced by another"
+    )
+
+    sim_step_ms: float = setting(10.0, unit="ms", minimum=0, help="sim: fixed cost of a step")
+    sim_token_us: float = setting(0.0, unit="us", minimum=0, help="sim: cost of each token in a step")
+    sim_num_blocks: int = setting(8192, unit="blocks", minimum=2, help="sim: KV blocks, null block included")
+    sim_vocab_size: int = setting(49152, unit="ids", minimum=3, help="sim: number of token ids")
+    sim_first_token_id: int = setting(0, minimum=0, help="sim: smallest id it emits (to keep clear of special ids)")
+    sim_max_model_len: int = setting(8192, unit="tokens", minimum=2, help="sim: longest prompt plus output")
+    sim_eos_token_id: int = setting(2, minimum=0, help="sim: the id that ends a text")
+    sim_eos_rate: float = setting(
+        0.0, minimum=0, maximum=1, help="sim: probability that an output token is the end (0: outputs end by length)"
+    )
+    sim_seed: int = setting(0, minimum=0, help="sim: mixed into every token")
+    sim_strict: bool = setting(True, help="sim: fail a step that breaks the paging rules, naming the fault")
+
+    runtime_dir: str = setting("/tmp/triptych", help="private directory for sockets")
+    runner_address: str = setting("", help="where the scheduler connects; empty: ipc socket in runtime_dir")
+    log_level: str = setting("info", choices=("debug", "info", "warning", "error"), help="least level that is logged")
+    log_interval_s: float = setting(
+        10.0, unit="s", minimum=0, help="seconds between status lines while working; 0: none"
+    )
+    metrics_port: int = setting(0, minimum=0, maximum=65535, help="TCP port for Prometheus; 0: unix socket only")
+    metrics_host: str = setting("127.0.0.1", help="TCP host for Prometheus")
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.backend == "sim" and self.sim_eos_token_id >= self.sim_vocab_size:
+            raise SettingError(f"sim_eos_token_id: got {self.sim_eos_token_id}, must be below {self.sim_vocab_size}")
+        if self.backend == "sim" and self.sim_first_token_id > self.sim_vocab_size - 2:
+            raise SettingError(
+                f"sim_first_token_id: got {self.sim_first_token_id}, at most {self.sim_vocab_size - 2} "
+                f"leaves two of the {self.sim_vocab_size} ids"
+            )
+
+    @property
+    def address(self) -> str:
+        """Where to bind."""
+        return self.runner_address or f"ipc://{self.runtime_dir}/runner.sock"
+
+    @property
+    def metrics_path(self) -> str:
+        """The unix socket that always serves the metrics."""
+        return f"{self.runtime_dir}/runner.metrics.sock"

@@ -1,0 +1,29 @@
+"""What the runner's loop needs of whoever computes: limits, an inventory, and one method that runs a step."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from protocol.messages import Limits, Step, StepResult
+from runner.inventory import Inventory
+
+
+class Executor(Protocol):
+    """Runs steps strictly in the order of the calls. Implementations: `ModelExecutor`, `SimulatedExecutor`."""
+
+    limits: Limits
+    inventory: Inventory
+    weight_bytes: int
+
+    @property
+    def num_residents(self) -> int:
+        """Requests in the persistent batch."""
+        ...
+
+    def execute(self, step: Step, received_ns: int) -> StepResult:
+        """Run one step (received at `received_ns`, monotonic). Never raises: faults are in the result's `failure`."""
+        ...
+
+    def clear(self) -> None:
+        """A new scheduler took over: forget all residents, keep the pages and the inventory."""
+        ...

@@ -1,0 +1,306 @@
+// Causal attention over a paged KV pool [pages, 2, page_size, kv_heads, head_dim], pages read in place, softmax online.
+//
+// One unit of work is a few consecutive tokens of a row times the query heads that share a key/value head. It walks the
+// row's keys from position 0 in blocks of 64: packs them (and the values) into the panels of vec.h, so that scores and
+// weighted sums are the same register tile as a linear. Decode is the case of one token.
+//
+// Two properties that the tests hold it to. Only slots below the row's length are ever read (unused ones may hold NaN).
+// And a token's result is the same bits whatever chunk, batch or tile it came in: blocks start at fixed positions, and a
+// key that is masked adds exactly zero.
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <new>
+
+#include "vec.h"
+
+namespace triptych {
+namespace {
+
+constexpr int kBlock = 2 * kPanel;  // keys per step of the online softmax
+
+template <typename T>
+struct Step {
+    T* pool;
+    int page_size, kv_heads, group, head_dim;
+    float scale;  // of the scores, times log2(e)
+    const T *q, *k, *v;
+    int64_t q_stride, k_stride, v_stride;
+    T* out;  // [tokens, q_heads * head_dim]
+    const int64_t* slots;
+    int tokens;
+    const int32_t *qo_indptr, *kv_indptr, *kv_indices, *seq_lens;
+    const int32_t *unit_rows, *unit_firsts;  // of each unit: its row, and its first token within the row
+    int units, unit_tokens;
+};
+
+// One thread's working memory, carved from one allocation that grows and is kept.
+class Scratch {
+  public:
+    ~Scratch() { std::free(memory_); }
+
+    void reset(size_t bytes) {
+        used_ = 0;
+        if (bytes <= size_) return;
+        std::free(memory_);
+        size_ = (bytes + 4095) / 4096 * 4096;
+        memory_ = static_cast<char*>(std::aligned_alloc(64, size_));
+        if (!memory_) throw std::bad_alloc();
+    }
+
+    template <typename T>
+    T* take(size_t count) {
+        T* taken = reinterpret_cast<T*>(memory_ + used_);
+        used_ += (count * sizeof(T) + 63) / 64 * 64;
+        return taken;
+    }
+
+  private:
+    char* memory_ = nullptr;
+    size_t size_ = 0, used_ = 0;
+};
+
+inline void transpose16(u32x16 (&v)[16]) {
+    const u32x16 low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+    const u32x16 high = {8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+#pragma GCC unroll 4
+    for (int stage = 0; stage < 4; stage++) {  // four perfect shuffles of 256 elements are a transpose
+        u32x16 w[16];
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) {
+            w[2 * i] = __builtin_shuffle(v[i], v[i + 8], low);
+            w[2 * i + 1] = __builtin_shuffle(v[i], v[i + 8], high);
+        }
+        for (int i = 0; i < 16; i++) v[i] = w[i];
+    }
+}
+
+// 32 keys of head_dim elements -> one panel [head_dim / depth][32][depth].
+template <typename T>
+void pack_keys(const T* const* keys, T* panel, int head_dim) {
+    constexpr int depth = kDepth<T>, step = kLanes * depth;
+    int d = 0;
+    for (; d + step <= head_dim; d += step)
+        for (int half = 0; half < 2; half++) {
+            u32x16 v[16];
+            for (int i = 0; i < 16; i++) v[i] = load<u32x16>(keys[half * kLanes + i] + d);
+            transpose16(v);
+            T* to = panel + d * kPanel + half * step;
+            for (int i = 0; i < 16; i++) store(to + i * kPanel * depth, v[i]);
+        }
+    for (; d < head_dim; d += depth)
+        for (int c = 0; c < kPanel; c++) std::memcpy(panel + d * kPanel + c * depth, keys[c] + d, 4);
+}
+
+// 32 values -> panels of 32 columns of the head: [ceil(head_dim / 32)][kBlock / depth][32][depth]; this fills 32 of the
+// kBlock positions of depth, beginning at `panels`.
+void pack_values(const float* const* values, float* panels, int head_dim) {
+    for (int d = 0; d < head_dim; d += kLanes) {
+        float* to = panels + d / kPanel * kPanel * kBlock + d % kPanel;
+        for (int i = 0; i < kPanel; i++) store16(to + i * kPanel, load16(values[i] + d));
+    }
+}
+
+void pack_values(const bf16* const* values, bf16* panels, int head_dim) {
+    for (int d = 0; d < head_dim; d += kLanes) {
+        bf16* to = panels + d / kPanel * kPanel * kBlock + d % kPanel * 2;
+        for (int i = 0; i < kPanel; i += 2) {
+            u32x16 even = __builtin_convertvector(load<u16x16>(values[i] + d), u32x16);
+            u32x16 odd = __builtin_convertvector(load<u16x16>(values[i + 1] + d), u32x16);
+            store(to + i * kPanel, even | (odd << 16));
+        }
+    }
+}
+
+template <typename T>
+struct Unit {
+    const Step<T>& step;
+    int row, kv_head, first, count;  // tokens first .. first + count of the row
+    int start;                       // position of the first
+    T *queries, *keys, *values, *weights, *zeros;
+    float *sums;             // [count * group][columns]: unnormalised outputs
+    float *top;              // [count * group]: running maximum
+    f32x16* totals;          // [count * group]: running sum of weights, by lane
+    int columns;             // head_dim rounded up to a panel
+    int panels;              // of keys in the present block
+    int block;               // its first position
+
+    const T* query(int i) const {
+        int token = step.qo_indptr[row] + first + i / step.group;
+        return step.q + token * step.q_stride + (kv_head * step.group + i % step.group) * step.head_dim;
+    }
+
+    T* output(int i) const {
+        int64_t token = step.qo_indptr[row] + first + i / step.group;
+        int64_t heads = int64_t(step.kv_heads) * step.group;
+        return step.out + (token * heads + kv_head * step.group + i % step.group) * step.head_dim;
+    }
+
+    void gather(int end) {
+        const int64_t plane = int64_t(step.page_size) * step.kv_heads * step.head_dim;
+        const int32_t* pages = step.kv_indices + step.kv_indptr[row];
+        panels = std::min(2, (end - block + kPanel - 1) / kPanel);
+        for (int p = 0; p < panels; p++) {
+            const T *key[kPanel], *value[kPanel];
+            for (int i = 0; i < kPanel; i++) {
+                const int position = block + p * kPanel + i;
+                key[i] = value[i] = zeros;
+                if (position >= end) continue;
+                const int page = pages[position / step.page_size], offset = position % step.page_size;
+                key[i] = step.pool + 2 * page * plane + (int64_t(offset) * step.kv_heads + kv_head) * step.head_dim;
+                value[i] = key[i] + plane;
+            }
+            pack_keys(key, keys + p * kPanel * step.head_dim, step.head_dim);
+            pack_values(value, values + p * kPanel * kPanel, step.head_dim);
+        }
+    }
+
+    template <int ROWS>
+    void attend(int base) {
+        const int dim = step.head_dim, width = panels * kPanel;
+        float scores[ROWS][kBlock];
+        for (int p = 0; p < panels; p++) {
+            f32x16 acc[ROWS][2] = {};
+            tile<T, ROWS>(acc, queries + base * dim, dim, keys + p * kPanel * dim, dim / kDepth<T>, nullptr);
+            for (int r = 0; r < ROWS; r++)
+                for (int half = 0; half < 2; half++) store16(scores[r] + p * kPanel + half * kLanes, acc[r][half]);
+        }
+        float shrink[ROWS];
+        for (int r = 0; r < ROWS; r++) shrink[r] = soften(scores[r], base + r, width, weights + r * kBlock);
+        for (int column = 0; column < columns; column += kPanel) {
+            f32x16 acc[ROWS][2];
+            float* sum = sums + base * columns + column;
+            for (int r = 0; r < ROWS; r++)
+                for (int half = 0; half < 2; half++) acc[r][half] = load16(sum + r * columns + half * kLanes) * shrink[r];
+            tile<T, ROWS>(acc, weights, kBlock, values + column * kBlock, width / kDepth<T>, nullptr);
+            for (int r = 0; r < ROWS; r++)
+                for (int half = 0; half < 2; half++) store16(sum + r * columns + half * kLanes, acc[r][half]);
+        }
+    }
+
+    // Scores of one query -> weights 2^(score - maximum); returns what earlier sums are to be multiplied with.
+    float soften(float* scores, int i, int width, T* weight) {
+        const int visible = start + i / step.group + 1 - block;
+        const float hidden = -std::numeric_limits<float>::infinity();
+        for (int c = std::max(0, visible); c < width; c++) scores[c] = hidden;
+        f32x16 highest = splat(hidden);
+        for (int c = 0; c < width; c += kLanes) {
+            f32x16 scaled = load16(scores + c) * step.scale;
+            store16(scores + c, scaled);
+            highest = max16(highest, scaled);
+        }
+        const float maximum = std::max(top[i], max_lanes(highest));
+        const float shrink = exp2_16(splat(top[i] - maximum))[0];
+        top[i] = maximum;
+        f32x16 total = totals[i] * shrink;
+        for (int c = 0; c < width; c += kLanes) {
+            store16(weight + c, exp2_16(load16(scores + c) - maximum));
+            total += load16(weight + c);  // as rounded, so that the weights applied sum to one
+        }
+        totals[i] = total;
+        return shrink;
+    }
+
+    template <int ROWS = kTileRows>
+    void attend_of(int rows, int base) {
+        if constexpr (ROWS > 0) {
+            if (rows == ROWS) return attend<ROWS>(base);
+            attend_of<ROWS - 1>(rows, base);
+        }
+    }
+
+    void run() {
+        const int rows = count * step.group, dim = step.head_dim;
+        for (int i = 0; i < rows; i++) {
+            std::memcpy(queries + i * dim, query(i), dim * sizeof(T));
+            top[i] = -std::numeric_limits<float>::infinity();
+            totals[i] = f32x16{};
+        }
+        std::fill(sums, sums + rows * columns, 0.0f);
+        const int end = start + count;
+        const int tiles = (rows + kTileRows - 1) / kTileRows;
+        for (block = 0; block < end; block += kBlock) {
+            gather(end);
+            for (int t = 0; t < tiles; t++) {
+                const int base = rows * t / tiles;
+                attend_of(rows * (t + 1) / tiles - base, base);
+            }
+        }
+        for (int i = 0; i < rows; i++) {
+            const float scale = 1.0f / sum_lanes(totals[i]);
+            for (int d = 0; d < dim; d += kLanes) store16(output(i) + d, load16(sums + i * columns + d) * scale);
+        }
+    }
+};
+
+template <typename T>
+void run_unit(const Step<T>& step, int unit, int kv_head, Scratch& scratch) {
+    const int row = step.unit_rows[unit], first = step.unit_firsts[unit];
+    const int length = step.qo_indptr[row + 1] - step.qo_indptr[row];
+    const int count = std::min(step.unit_tokens, length - first);
+    const size_t dim = step.head_dim, columns = (dim + kPanel - 1) / kPanel * kPanel, rows = size_t(count) * step.group;
+    scratch.reset(
+        64 * 8 + sizeof(T) * (rows * dim + kBlock * (dim + columns + kTileRows) + dim) +
+        rows * (columns * sizeof(float) + sizeof(float) + sizeof(f32x16))
+    );
+    Unit<T> work{
+        step, row, kv_head, first, count, step.seq_lens[row] - length + first,
+        scratch.take<T>(rows * dim), scratch.take<T>(kBlock * dim), scratch.take<T>(kBlock * columns),
+        scratch.take<T>(kTileRows * kBlock), scratch.take<T>(dim), scratch.take<float>(rows * columns),
+        scratch.take<float>(rows), scratch.take<f32x16>(rows), int(columns), 0, 0
+    };
+    std::memset(work.zeros, 0, dim * sizeof(T));
+    if (columns > dim) std::memset(work.values, 0, kBlock * columns * sizeof(T));
+    work.run();
+}
+
+template <typename T>
+void append(const Step<T>& step, int token) {
+    const int64_t slot = step.slots[token];
+    if (slot < 0) return;  // a token that is not to be kept
+    const int64_t width = int64_t(step.kv_heads) * step.head_dim, plane = step.page_size * width;
+    T* to = step.pool + 2 * (slot / step.page_size) * plane + slot % step.page_size * width;
+    std::memcpy(to, step.k + token * step.k_stride, width * sizeof(T));
+    std::memcpy(to + plane, step.v + token * step.v_stride, width * sizeof(T));
+}
+
+template <typename T>
+void attention(const Step<T>& step) {
+#pragma omp parallel
+    {
+#pragma omp for schedule(static)
+        for (int token = 0; token < step.tokens; token++) append(step, token);
+        // (the barrier here: every key is in place before any is read)
+        static thread_local Scratch scratch;
+#pragma omp for schedule(dynamic)
+        for (int i = 0; i < step.units * step.kv_heads; i++)
+            run_unit(step, i / step.kv_heads, i % step.kv_heads, scratch);
+    }
+}
+
+}  // namespace
+}  // namespace triptych
+
+using triptych::bf16;
+
+#define TRIPTYCH_ATTENTION(T, NAME)                                                                                         \
+    void triptych_attention_##NAME(                                                                                         \
+        T* pool, int page_size, int kv_heads, int group, int head_dim, float scale, const T* q, int64_t q_stride,           \
+        const T* k, int64_t k_stride, const T* v, int64_t v_stride, T* out, const int64_t* slots, int tokens,               \
+        const int32_t* qo_indptr, const int32_t* kv_indptr, const int32_t* kv_indices, const int32_t* seq_lens,             \
+        const int32_t* unit_rows, const int32_t* unit_firsts, int units, int unit_tokens                                    \
+    ) {                                                                                                                     \
+        triptych::attention<T>(                                                                                             \
+            {pool, page_size, kv_heads, group, head_dim, scale * triptych::kLog2E, q, k, v, q_stride, k_stride, v_stride,   \
+             out, slots, tokens, qo_indptr, kv_indptr, kv_indices, seq_lens, unit_rows, unit_firsts, units, unit_tokens}    \
+        );                                                                                                                  \
+    }
+
+extern "C" {
+TRIPTYCH_ATTENTION(float, f32)
+TRIPTYCH_ATTENTION(bf16, bf16)
+
+// How many query rows (tokens times heads of a group) a unit of attention may hold.
+int triptych_attention_rows() { return 4 * triptych::kTileRows; }
+}

@@ -1,0 +1,346 @@
+"""The runner's end of the scheduler link: one I/O thread owns the socket; the computing thread takes work from a queue.
+
+Who may command is decided here: one scheduler at a time holds the runner, under an epoch that only grows. Steps of
+anyone else, or of an older epoch, never reach the executor. What a step does is not this module's business.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import zmq
+
+from protocol import wire
+from protocol.channels import HEARTBEAT_INTERVAL_S, ChannelError, ServerChannel, new_instance
+from protocol.messages import (
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Limits,
+    Refused,
+    SchedulerToRunner,
+    Step,
+    StepFailure,
+    StepResult,
+    Welcome,
+)
+
+log = logging.getLogger("triptych.runner")
+
+FENCED = "fenced"
+SHUTDOWN = "shutdown"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A step to run. `generation` tells whether the scheduler that sent it still holds the runner."""
+
+    step: Step
+    received_ns: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A scheduler waits for its Welcome: forget the former one's residents, then call `SchedulerLink.grant`."""
+
+    generation: int
+
+
+@dataclass
+class SchedulerStats:
+    """Counters of the link beyond the channel's own."""
+
+    grants: int = 0
+    fenced: int = 0
+    refused: int = 0
+    stale_steps: int = 0
+    unsent_results: int = 0
+
+
+@dataclass
+class _Holder:
+    """The scheduler that holds the runner. `epoch` is 0 until it has been welcomed."""
+
+    identity: bytes
+    hello: Hello
+    epoch: int = 0
+
+
+@dataclass(slots=True)
+class _Reply:
+    generation: int
+    result: StepResult
+
+
+@dataclass(slots=True)
+class _Welcoming:
+    generation: int
+    inventory: tuple[bytes, bytes]
+
+
+@dataclass
+class _Wake:
+    """An eventfd that both threads know: a write makes the poll loop turn."""
+
+    fd: int = field(default_factory=lambda: os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+
+    def set(self) -> None:
+        os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        try:
+            os.eventfd_read(self.fd)
+        except BlockingIOError:
+            pass  # the poll woke up for the socket only
+
+
+class SchedulerLink:
+    """Binds at construction (AddressError if it can't), serves from `start()` to `close()`.
+
+    `stop_fd`, where given, ends the link when it becomes readable: `next()` then returns None once the work before it
+    has been taken.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        address: str,
+        limits: Limits,
+        *,
+        hash_key: bytes,
+        lease_s: float = 10.0,
+        stop_fd: int | None = None,
+        wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+    ) -> None:
+        self.instance = new_instance()
+        self.stats = SchedulerStats()
+        self.channel: ServerChannel[SchedulerToRunner] = ServerChannel(context, address, SchedulerToRunner)
+        self.address = self.channel.bound_address
+        self.generation = 0  # of the present holder; a change makes queued work stale
+        self.busy_since_ns = 0  # wall clock; written by the computing thread before and after a step
+        self._limits = limits
+        self._hash_key = hash_key
+        self._lease_s = lease_s
+        self._stop_fd = stop_fd
+        self._wall_ms = wall_ms
+        self._granted = 0
+        self._holder: _Holder | None = None
+        self._work: queue.SimpleQueue[Work | Grant | None] = queue.SimpleQueue()
+        self._out: deque[_Reply | _Welcoming] = deque()
+        self._wake = _Wake()
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="scheduler-link", daemon=True)
+
+    # --- called by the computing thread ---------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to answer."""
+        self._thread.start()
+
+    def next(self) -> Work | Grant | None:
+        """Wait for the next thing to do; None to end."""
+        return self._work.get()
+
+    @property
+    def pending(self) -> int:
+        """How much is queued for the computing thread."""
+        return self._work.qsize()
+
+    def is_current(self, work: Work | Grant) -> bool:
+        """False (and counted) if the scheduler that sent this no longer holds the runner: drop it."""
+        if work.generation == self.generation:
+            return True
+        if isinstance(work, Work):
+            self.stats.stale_steps += 1
+        return False
+
+    def grant(self, grant: Grant, inventory: tuple[bytes, bytes]) -> None:
+        """No older step runs any more: welcome the scheduler that waits, with what the pages hold."""
+        self._post(_Welcoming(grant.generation, inventory))
+
+    def reply(self, work: Work, result: StepResult) -> None:
+        """Send a step's result to whoever sent the step, if it still holds the runner."""
+        self._post(_Reply(work.generation, result))
+
+    def close(self) -> None:
+        """Send what was posted, say goodbye, release the address. Idempotent."""
+        if not self._closing:
+            self._closing = True
+            if self._thread.ident is not None:
+                self._wake.set()
+                self._thread.join()
+            else:
+                self.channel.close()
+            os.close(self._wake.fd)
+
+    def _post(self, item: _Reply | _Welcoming) -> None:
+        self._out.append(item)
+        self._wake.set()
+
+    # --- the I/O thread -------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self.channel.socket, zmq.POLLIN)
+        poller.register(self._wake.fd, zmq.POLLIN)
+        if self._stop_fd is not None:
+            poller.register(self._stop_fd, zmq.POLLIN)
+        next_beat = time.monotonic() + HEARTBEAT_INTERVAL_S
+        try:
+            while not self._closing:
+                ready = dict(poller.poll(max(0, int((next_beat - time.monotonic()) * 1000) + 1)))
+                self._wake.clear()
+                self._flush()
+                self._receive()
+                if self._stop_fd in ready:
+                    poller.unregister(self._stop_fd)
+                    self._work.put(None)
+                if time.monotonic() >= next_beat:
+                    next_beat = time.monotonic() + HEARTBEAT_INTERVAL_S
+                    self._beat()
+            self._flush()
+            self._dismiss(Goodbye(SHUTDOWN, "the runner stops"))
+        except Exception:
+            log.exception("the scheduler link broke; the runner ends")
+            self._work.put(None)
+        finally:
+            self.channel.close()
+
+    def _receive(self) -> None:
+        for identity, message in self.channel.receive():
+            if isinstance(message, Step):
+                self._take_step(identity, message)
+            elif isinstance(message, Hello):
+                self._take_hello(identity, message)
+            elif isinstance(message, Goodbye) and self._holder is not None and self._holder.identity == identity:
+                log.info("the scheduler says goodbye (%s)", message.code)
+                self._dismiss(None)
+
+    def _take_step(self, identity: bytes, step: Step) -> None:
+        holder = self._holder
+        if holder is None or holder.identity != identity or step.epoch != holder.epoch:
+            self.stats.stale_steps += 1
+            return
+        self._work.put(Work(step, time.monotonic_ns(), self.generation))
+
+    def _take_hello(self, identity: bytes, hello: Hello) -> None:
+        if hello.role != "scheduler":
+            self.stats.refused += 1
+            self.channel.refuse(identity, Refused(wire.BAD_FRAME, f"a runner serves schedulers, not {hello.role!r}"))
+            return
+        holder = self._holder
+        if holder is not None:
+            # The same process shaking hands again (it lost patience or the connection) is no rival.
+            same = hello.instance == holder.hello.instance
+            if not same and not hello.takeover and self._is_alive(holder):
+                self.stats.refused += 1
+                who = f"scheduler {holder.hello.instance} {holder.hello.name}".rstrip()
+                message = f"{who} holds this runner under epoch {holder.epoch}; ask for a takeover to replace it"
+                self.channel.refuse(identity, Refused(wire.OCCUPIED, message))
+                return
+            if holder.identity == identity and holder.epoch == 0:
+                holder.hello = hello  # said hello again before we could answer: one Welcome serves both
+                return
+            if not same:
+                self.stats.fenced += 1
+                log.warning("scheduler %s is replaced by %s", holder.hello.instance, hello.instance)
+            reason = Goodbye(FENCED, f"scheduler {hello.instance} took over")
+            self._dismiss(None if holder.identity == identity else reason)
+        self.generation += 1
+        self._holder = _Holder(identity, hello)
+        self._work.put(Grant(self.generation))
+
+    def _is_alive(self, holder: _Holder) -> bool:
+        """Whether the holder is still connected and spoke within its lease. A send is what tells."""
+        if holder.epoch == 0:
+            return True  # about to be welcomed
+        if self.channel.silent_for(holder.identity) > self._lease_s:
+            return False
+        try:
+            self.channel.send(holder.identity, self._heartbeat())
+        except ChannelError:
+            return False
+        return True
+
+    def _dismiss(self, goodbye: Goodbye | None) -> None:
+        """The holder, if any, holds no more; its queued steps become stale."""
+        holder, self._holder = self._holder, None
+        if holder is None:
+            return
+        self.generation += 1
+        if holder.epoch == 0 and goodbye is not None:
+            self.channel.refuse(holder.identity, Refused(wire.OCCUPIED, goodbye.message))
+        else:
+            self.channel.drop(holder.identity, goodbye)
+
+    def _flush(self) -> None:
+        while self._out:
+            item = self._out.popleft()
+            holder = self._holder
+            if holder is None or item.generation != self.generation:
+                self.stats.unsent_results += isinstance(item, _Reply)
+            elif isinstance(item, _Welcoming):
+                self._welcome(holder, item.inventory)
+            else:
+                self._send_result(holder, item.result)
+
+    def _welcome(self, holder: _Holder, inventory: tuple[bytes, bytes]) -> None:
+        self._granted = max(self._granted + 1, holder.hello.epoch + 1, self._wall_ms())
+        welcome = Welcome(
+            "runner",
+            wire.PROTOCOL_VERSION,
+            wire.SCHEMA_DIGEST,
+            self.instance,
+            self._granted,
+            limits=self._limits,
+            hash_key=self._hash_key,
+            inventory_blocks=inventory[0],
+            inventory_hashes=inventory[1],
+            lease_ms=int(self._lease_s * 1000),
+        )
+        holder.epoch = self._granted
+        try:
+            self.channel.welcome(holder.identity, welcome)
+        except ChannelError as error:
+            log.warning("scheduler %s left before its welcome: %s", holder.hello.instance, error)
+            self._dismiss(None)
+            return
+        self.stats.grants += 1
+        pages = len(inventory[0]) // 4
+        log.info("scheduler %s holds epoch %d (%d cached blocks)", holder.hello.instance, holder.epoch, pages)
+
+    def _send_result(self, holder: _Holder, result: StepResult) -> None:
+        try:
+            self.channel.send(holder.identity, result)
+        except ChannelError as error:
+            # A scheduler that misses a result is out of step for good: end the session, it will shake hands again.
+            self.stats.unsent_results += 1
+            log.error("result of step %d can't be sent (%s): session ended", result.step_id, error)
+            self._dismiss(Goodbye(FENCED, f"the result of step {result.step_id} could not be sent"))
+        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
+            log.error("result of step %d can't be encoded: %s", result.step_id, error)
+            failure = StepFailure("unsendable_result", str(error))
+            self._send_result(holder, StepResult(result.epoch, result.step_id, failure=failure))
+
+    def _heartbeat(self) -> Heartbeat:
+        return Heartbeat(time.time_ns(), self.busy_since_ns)
+
+    def _beat(self) -> None:
+        holder = self._holder
+        if holder is None or holder.epoch == 0:
+            return
+        try:
+            self.channel.send(holder.identity, self._heartbeat())
+        except ChannelError as error:
+            log.warning("scheduler %s is gone: %s", holder.hello.instance, error)
+            self._dismiss(None)

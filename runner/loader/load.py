@@ -1,0 +1,124 @@
+"""From a path to a decoder that is ready to run: open, check everything, then allocate and fill.
+
+Formats live beside this file (`huggingface`, `gguf`); here is only what is the same for all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from runner.loader import cache
+from runner.loader.checkpoint import Checkpoint
+from runner.loader.checks import check_tensors
+from runner.loader.gguf import GgufCheckpoint
+from runner.loader.huggingface import HuggingFaceCheckpoint
+from runner.model.config import ModelConfig
+from runner.model.decoder import Decoder
+from runner.model.errors import ModelError
+from runner.model.parameters import ParameterSet, layout
+from runner.ops import Ops
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+AUTO = "auto"
+_DEFAULT_DTYPE = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A decoder with its weights, and what the rest of the runner needs to know about the model."""
+
+    config: ModelConfig
+    decoder: Decoder
+    dtype: torch.dtype
+    tokenizer_vocab_size: int
+    """Ids at or beyond this are padding of the head: never sample them, never count them in a normaliser."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return self.config.vocab_size
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every id that ends a sequence, generation config first."""
+        return self.config.eos_token_ids
+
+
+def load_model(
+    path: str | Path,
+    dtype: str,
+    ops: Ops,
+    *,
+    max_model_len: int | None = None,
+    device: torch.device | str = "cpu",
+    cache_dir: Path | None = None,
+) -> LoadedModel:
+    """Load a GGUF file or a Hugging Face directory.
+
+    `dtype`: `auto` (the checkpoint's own; bfloat16 for quantized weights), `bfloat16`, `float32` or `float16`.
+    `max_model_len`: longest sequence, in tokens, that will be run; the model's own limit if None. It also fixes the
+    frequencies of dynamic NTK RoPE. `cache_dir`: where dequantized GGUF weights stay between starts; None keeps none.
+    Raises ModelError, before anything is allocated, for whatever the checkpoint's configuration and headers tell.
+    """
+    path = Path(path)
+    if dtype != AUTO and dtype not in DTYPES:
+        raise ModelError("bad_config", f"dtype {dtype!r} is not one of {', '.join((AUTO, *DTYPES))}")
+    if not path.exists():
+        raise ModelError("missing_file", f"model {path} does not exist")
+    is_gguf = path.is_file()
+    entry = cache.entry_path(cache_dir, path, dtype) if is_gguf and cache_dir is not None else None
+    cached = cache.read(entry) if entry is not None else None
+    if cached is not None:
+        config, tokenizer_vocab_size = cached.config, cached.tokenizer_vocab_size
+        max_positions = _max_positions(config, max_model_len)
+        parameters = {name: tensor.to(device) for name, tensor in cached.parameters.items()}
+    else:
+        checkpoint: Checkpoint = GgufCheckpoint(path) if is_gguf else HuggingFaceCheckpoint(path)
+        config, tokenizer_vocab_size = checkpoint.config, checkpoint.tokenizer_vocab_size
+        max_positions = _max_positions(config, max_model_len)
+        parameters = _read(checkpoint, _compute_dtype(config, dtype), device)
+        if entry is not None:
+            cache.write(entry, cache.CachedModel(config, tokenizer_vocab_size, parameters))
+    decoder = Decoder(config, parameters, ops, max_positions)
+    return LoadedModel(config, decoder, decoder.dtype, tokenizer_vocab_size)
+
+
+def _compute_dtype(config: ModelConfig, asked: str) -> torch.dtype:
+    stored = config.checkpoint_dtype
+    if asked == AUTO:
+        return DTYPES.get(stored, DTYPES[_DEFAULT_DTYPE])
+    if asked == "float16" and stored == "bfloat16":
+        log.warning(
+            "running a bfloat16 model in float16: activations beyond 65504 become infinite. "
+            "Prefer bfloat16, or float32 where the device lacks it"
+        )
+    return DTYPES[asked]
+
+
+def _max_positions(config: ModelConfig, max_model_len: int | None) -> int:
+    if max_model_len is None:
+        return config.max_context
+    if not 1 <= max_model_len <= config.max_context:
+        raise ModelError(
+            "bad_config",
+            f"max_model_len must be between 1 and the model's {config.max_context} tokens, not {max_model_len}",
+        )
+    return max_model_len
+
+
+def _read(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str) -> dict[str, torch.Tensor]:
+    """The fused parameters of a checkpoint, each tensor written exactly once."""
+    slots = layout(checkpoint.config)
+    check_tensors(slots, checkpoint.shapes, checkpoint.name)
+    parameters = ParameterSet(slots, dtype, device)
+    # `disable=None`: a progress bar on a terminal, nothing in a log file.
+    for name, tensor in tqdm(checkpoint.tensors(), "Loading weights", len(slots), disable=None, unit="tensor"):
+        parameters.write(name, tensor)
+    return parameters.complete()

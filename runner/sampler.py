@@ -1,0 +1,249 @@
+"""From logits to tokens, in one order of operations on every device. Keeps no state between steps.
+
+For each row, in float32:
+ 1. ids ≥ vocab_size (rows that only pad the head) are masked; rows with NaN or infinity fail alone
+ 2. log-probabilities to report are taken here: they describe the model, not the request's settings
+ 3. allow list, 4. end ids masked while fewer than min_tokens outputs exist, 5. logit bias
+ 6. penalties: repetition over prompt and output, presence and frequency over the output
+ 7. temperature < 1e-5: argmax, done; else divide by temperature
+ 8. top-k, 9. top-p, 10. min-p: each keeps ids at or above a threshold (ties stay, so no sort order matters)
+11. the first id, in id order, whose cumulated probability exceeds u, with u a function of (seed, choice, position)
+
+Penalties are computed from the request's tokens each time, so a resumed request needs nothing restored, and a row's
+token depends on its own tokens and parameters only: never on its slot, its neighbours, chunks or preemption.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from protocol.messages import TokenLogprobs
+from runner.batch import Batch, Int64s, spread
+from runner.params import GREEDY_BELOW, NO_ALLOWED
+from runner.steps import Sampled
+from runner.uniform import uniforms
+
+LOGPROB_FLOOR = -9999.0
+NON_FINITE = "non_finite_logits"
+_FIRST_LOOK = 1024  # ids examined for top-p before resorting to a full sort
+_NEVER = float("-inf")
+
+Bad = dict[int, tuple[str, str]]
+
+
+class Sampler:
+    """Samples for rows of a batch. `vocab_size` counts the ids that may be sampled; logits may be wider."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def sample(self, logits: Tensor, batch: Batch, slots: Int64s) -> Sampled:
+        """logits float32 [S, ≥ vocab_size] (clobbered) for the requests in `slots` [S] -> one token each."""
+        if len(slots) == 0:
+            return Sampled(np.zeros(0, np.int32))
+        logits = logits[:, : self._vocab_size]
+        bad = self._non_finite(logits)
+        params = batch.params
+        if params.plain[slots].all():
+            return Sampled(logits.argmax(1).to(torch.int32).cpu().numpy(), bad=bad)
+        reporting = np.flatnonzero(params.logprobs[slots] >= 0)
+        raw = torch.log_softmax(logits[_on(reporting, logits)], 1) if len(reporting) else None
+        self._edit(logits, batch, slots, bad)
+        tokens = self._choose(logits, batch, slots)
+        logprobs = [] if raw is None else self._report(raw, reporting, tokens, batch, slots, bad)
+        return Sampled(tokens, logprobs, bad)
+
+    @staticmethod
+    def _non_finite(logits: Tensor) -> Bad:
+        # One pass: a sum is finite unless a term isn't (finite float32 logits of a model don't overflow it).
+        sums = logits.sum(1)
+        if bool(torch.isfinite(sums).all()):
+            return {}
+        broken = (~torch.isfinite(logits)).any(1).nonzero().flatten().tolist()
+        logits[broken] = 0.0  # keep what follows free of NaN; the row's token is not used
+        return dict.fromkeys(broken, (NON_FINITE, "the model's logits are not finite numbers"))
+
+    def _edit(self, logits: Tensor, batch: Batch, slots: Int64s, bad: Bad) -> None:
+        """Steps 3 to 6, in place."""
+        params = batch.params
+        for row in np.flatnonzero(params.edited[slots]).tolist():
+            slot = int(slots[row])
+            allowed = params.allowed.get(slot)
+            if allowed is not None:
+                kept = logits[row, _on(allowed, logits)].clone()
+                logits[row] = _NEVER
+                logits[row, _on(allowed, logits)] = kept
+            ends = params.end_ids.get(slot)
+            if ends is not None and batch.num_tokens[slot] - batch.num_prompt[slot] < params.min_tokens[slot]:
+                logits[row, _on(ends, logits)] = _NEVER
+            bias = params.bias.get(slot)
+            if bias is not None:
+                ids, values = bias
+                # index_add_ rather than +=: an id that is named twice counts twice
+                logits[row].index_add_(0, _on(ids, logits), torch.from_numpy(values).to(logits.device))
+            if bool(logits[row].amax() == _NEVER) and row not in bad:
+                bad[row] = (NO_ALLOWED, "no token is left: the allow list holds only end ids that min_tokens forbids")
+                logits[row] = 0.0
+        penalised = np.flatnonzero(params.penalised[slots])
+        if len(penalised):
+            self._penalise(logits, batch, slots, penalised)
+
+    def _penalise(self, logits: Tensor, batch: Batch, slots: Int64s, rows: Int64s) -> None:
+        params, owners = batch.params, slots[rows]
+        known, prompt = batch.num_tokens[owners], batch.num_prompt[owners]
+        seen = self._counts(batch, owners, np.zeros_like(known), known, logits) > 0
+        output = self._counts(batch, owners, prompt, known - prompt, logits)
+
+        def column(values: npt.NDArray[np.float32]) -> Tensor:
+            return torch.from_numpy(values[owners]).to(logits.device).unsqueeze(1)
+
+        index = _on(rows, logits)
+        part = logits[index]
+        repetition = column(params.repetition)
+        part = torch.where(seen, torch.where(part > 0, part / repetition, part * repetition), part)
+        part -= column(params.frequency) * output + column(params.presence) * (output > 0)
+        logits[index] = part
+
+    def _counts(self, batch: Batch, owners: Int64s, begins: npt.NDArray, lengths: npt.NDArray, like: Tensor) -> Tensor:
+        """How often each id occurs in tokens [begins, begins + lengths) of each owner: float32 [P, vocab]."""
+        rows, offsets = spread(lengths)
+        ids = batch.tokens[owners[rows], begins[rows] + offsets]
+        counts = torch.zeros(len(owners) * self._vocab_size, dtype=torch.float32, device=like.device)
+        flat = torch.from_numpy(rows * self._vocab_size + ids).to(like.device)
+        counts.index_add_(0, flat, torch.ones(len(flat), dtype=torch.float32, device=like.device))
+        return counts.view(len(owners), self._vocab_size)
+
+    def _choose(self, logits: Tensor, batch: Batch, slots: Int64s) -> npt.NDArray[np.int32]:
+        """Steps 7 to 11: a token for each row."""
+        params = batch.params
+        random = np.flatnonzero(params.temperature[slots] >= GREEDY_BELOW)
+        if len(random) == 0:
+            return logits.argmax(1).to(torch.int32).cpu().numpy()
+        tokens = np.zeros(len(slots), np.int32)
+        greedy = np.flatnonzero(params.temperature[slots] < GREEDY_BELOW)
+        if len(greedy):
+            tokens[greedy] = logits[_on(greedy, logits)].argmax(1).cpu().numpy()
+        owners = slots[random]
+        part = logits[_on(random, logits)]
+        settings = _Settings.of(batch, owners, part)
+        part /= settings.temperature.unsqueeze(1)
+        keep_top_k(part, settings.top_k)
+        keep_top_p(part, settings.top_p)
+        keep_min_p(part, settings.min_p)
+        positions = batch.num_tokens[owners]
+        draws = torch.from_numpy(uniforms(params.seed[owners], params.choice[owners], positions)).to(part.device)
+        tokens[random] = pick(part, draws).cpu().numpy()
+        return tokens
+
+    def _report(
+        self, raw: Tensor, rows: Int64s, tokens: npt.NDArray[np.int32], batch: Batch, slots: Int64s, bad: Bad
+    ) -> list[TokenLogprobs]:
+        owners = slots[rows]
+        asked = np.minimum(batch.params.logprobs[owners], self._vocab_size)
+        chosen = raw.gather(1, torch.from_numpy(tokens[rows].astype(np.int64)).to(raw.device).unsqueeze(1))
+        ranks = (raw > chosen).sum(1).cpu().numpy() + 1
+        own = chosen.flatten().clamp(min=LOGPROB_FLOOR).cpu().numpy()
+        values, ids = raw.topk(max(int(asked.max()), 1), 1)
+        best = values.clamp(min=LOGPROB_FLOOR).cpu().numpy().astype("<f4")
+        best_ids = ids.cpu().numpy().astype("<i4")
+        return [
+            TokenLogprobs(
+                int(batch.ids[slot]),
+                int(batch.num_tokens[slot]),
+                float(own[index]),
+                int(ranks[index]),
+                best_ids[index, : asked[index]].tobytes(),
+                best[index, : asked[index]].tobytes(),
+            )
+            for index, slot in enumerate(owners.tolist())
+            if int(rows[index]) not in bad
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """Columns of the rows that draw, on the logits' device."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+    @classmethod
+    def of(cls, batch: Batch, slots: Int64s, like: Tensor) -> _Settings:
+        params = batch.params
+        columns = (params.temperature, params.top_k, params.top_p, params.min_p)
+        return cls(*(torch.from_numpy(column[slots]).to(like.device) for column in columns))
+
+
+def keep_top_k(logits: Tensor, top_k: Tensor) -> None:
+    """In place: mask [N, V] below each row's top_k-th value; top_k [N], 0 or ≥ V keeps all. Ties at the border stay."""
+    limited = ((top_k > 0) & (top_k < logits.shape[1])).nonzero().flatten()
+    if len(limited) == 0:
+        return
+    wanted = top_k[limited]
+    part = logits[limited]
+    best = part.topk(int(wanted.max()), 1).values
+    threshold = best.gather(1, (wanted - 1).unsqueeze(1))
+    logits[limited] = part.masked_fill(part < threshold, _NEVER)
+
+
+def keep_top_p(logits: Tensor, top_p: Tensor) -> None:
+    """In place: keep the most likely ids of [N, V] whose probabilities first reach top_p [N]; at least one, and ties.
+
+    An id stays while the probability of all ids before it is below top_p. Most rows are settled by their likeliest
+    1,024 ids; the rest are sorted in full, which gives the same threshold.
+    """
+    limited = (top_p < 1).nonzero().flatten()
+    if len(limited) == 0:
+        return
+    part, wanted = logits[limited], top_p[limited].double()
+    norm = part.double().logsumexp(1, keepdim=True)
+    looked = min(_FIRST_LOOK, part.shape[1])
+    threshold, settled = _nucleus(part.topk(looked, 1).values, norm, wanted)
+    if not bool(settled.all()) and looked < part.shape[1]:
+        rest = (~settled).nonzero().flatten()
+        threshold[rest], _ = _nucleus(part[rest].sort(1, descending=True).values, norm[rest], wanted[rest])
+    logits[limited] = part.masked_fill(part < threshold.unsqueeze(1), _NEVER)
+
+
+def _nucleus(best: Tensor, norm: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """best [N, K] descending -> (the smallest logit in the nucleus [N], whether K ids were enough to know [N])."""
+    probabilities = (best.double() - norm).exp()
+    before = probabilities.cumsum(1) - probabilities
+    inside = before < top_p.unsqueeze(1)
+    inside[:, 0] = True
+    last = inside.sum(1) - 1
+    return best.gather(1, last.unsqueeze(1)).squeeze(1), ~inside[:, -1]
+
+
+def keep_min_p(logits: Tensor, min_p: Tensor) -> None:
+    """In place: mask ids of [N, V] whose probability is below min_p [N] times that of the likeliest."""
+    limited = (min_p > 0).nonzero().flatten()
+    if len(limited) == 0:
+        return
+    part = logits[limited]
+    threshold = part.amax(1, keepdim=True) + min_p[limited].clamp(max=1).log().unsqueeze(1)
+    logits[limited] = part.masked_fill(part < threshold, _NEVER)
+
+
+def pick(logits: Tensor, draws: Tensor) -> Tensor:
+    """Inverse CDF in id order: logits [N, V] (masked: -inf), draws float64 [N] in [0, 1) -> ids int64 [N].
+
+    Never an id of probability 0, whatever the rounding.
+    """
+    weights = (logits.double() - logits.amax(1, keepdim=True).double()).exp()
+    cumulated = weights.cumsum(1)
+    total = cumulated[:, -1:]
+    ids = torch.searchsorted(cumulated, draws.unsqueeze(1) * total, right=True)
+    last = torch.searchsorted(cumulated, total, right=False)  # the last id with any weight
+    return torch.minimum(ids, last).squeeze(1)
+
+
+def _on(index: npt.NDArray[np.integer], like: Tensor) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(index, np.int64)).to(like.device)

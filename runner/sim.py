@@ -1,0 +1,146 @@
+"""The simulated runner: a cost model in place of tensors, behind the same messages. Imports neither torch nor weights.
+
+Tokens are a function of (sim seed, request seed, choice, prompt, position) and of nothing else, so a stream is the
+same alone, in any batch, chunked, preempted and resumed:
+
+    key      = mix(mix(mix(sim_seed ^ blake2b64(prompt)) ^ seed) ^ choice)
+    draw(p)  = mix(key + p * 0x9E3779B97F4A7C15)          mix: the finaliser of splitmix64; p: index in the sequence
+    token(p) = first + high 32 bits of draw(p) mod (vocab - first), the end id replaced by its neighbour;
+               the end id itself when the low 32 bits / 2^32 fall below `sim_eos_rate` and min_tokens is reached.
+
+A step costs `step_ms + token_us * tokens`. Steps that wait in the queue start back to back: a step starts at the later
+of its receipt and the previous step's planned end, so late wake-ups never add up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.messages import Limits, Step, StepResult, TokenLogprobs
+from runner.batch import Int32s, Rows
+from runner.config import RunnerConfig
+from runner.pages import PageChecker
+from runner.steps import Sampled, StepMachine
+from runner.uniform import GOLDEN, mix
+
+U64s = npt.NDArray[np.uint64]
+MAX_LOGPROBS = 20
+
+
+def sim_limits(config: RunnerConfig) -> Limits:
+    """The limits that a simulated runner announces."""
+    return Limits(
+        model=config.served_model_name,
+        block_size=config.block_size,
+        num_blocks=config.num_blocks_override or config.sim_num_blocks,
+        max_model_len=config.max_model_len or config.sim_max_model_len,
+        vocab_size=config.sim_vocab_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        eos_token_ids=(config.sim_eos_token_id,),
+        dtype="simulated",
+        kv_bytes_per_block=0,
+        max_logprobs=min(MAX_LOGPROBS, config.sim_vocab_size),
+        host_blocks=config.swap_space_bytes // SIM_BLOCK_BYTES,
+    )
+
+
+SIM_BLOCK_BYTES = 1 << 20  # what a host block is taken to cost, so that swap_space_bytes means something here too
+
+
+class SimulatedExecutor:
+    """An `Executor` that spends time instead of computing. `clock_ns` and `sleep_until_ns` may be virtual."""
+
+    def __init__(
+        self,
+        config: RunnerConfig,
+        *,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        sleep_until_ns: Callable[[int], None] | None = None,
+    ) -> None:
+        self.limits = sim_limits(config)
+        self._config = config
+        self._clock_ns = clock_ns
+        self._sleep_until_ns = sleep_until_ns or self._sleep
+        self._machine = StepMachine(self.limits, PageChecker(self.limits) if config.sim_strict else None)
+        self._keys: U64s = np.zeros(self.limits.max_num_seqs, np.uint64)
+        self._planned_end_ns = 0
+        self.inventory = self._machine.inventory
+        self.weight_bytes = 0
+
+    @property
+    def num_residents(self) -> int:
+        """Requests in the batch."""
+        return len(self._machine.batch)
+
+    def _sleep(self, deadline_ns: int) -> None:
+        left = deadline_ns - self._clock_ns()
+        if left > 0:
+            time.sleep(left / 1e9)
+
+    def clear(self) -> None:
+        """Forget all residents."""
+        self._machine.clear()
+
+    def execute(self, step: Step, received_ns: int) -> StepResult:
+        """Run a step: bookkeeping and tokens at once, then wait until its planned end."""
+        start = max(received_ns, self._planned_end_ns)
+        num_tokens = int(np.frombuffer(step.num_tokens, "<i4").sum()) if len(step.num_tokens) % 4 == 0 else 0
+        cost = self._config.sim_step_ms * 1e6 + self._config.sim_token_us * 1e3 * max(num_tokens, 0)
+        self._planned_end_ns = start + int(cost)
+        result = self._machine.run(step, self._compute)
+        self._sleep_until_ns(self._planned_end_ns)
+        return result
+
+    def _compute(self, step: Step, rows: Rows) -> Sampled:
+        for new in step.new:
+            slot = self._machine.batch.slot(new.id)
+            if slot is not None:
+                self._keys[slot] = self._key(new.tokens[: 4 * new.num_prompt], new.params.seed, new.params.choice)
+        slots = rows.slots[rows.samples]
+        tokens = self._draw(slots)
+        return Sampled(tokens, self._logprobs(slots, tokens))
+
+    def _key(self, prompt: bytes, seed: int, choice: int) -> np.uint64:
+        digest = int.from_bytes(hashlib.blake2b(prompt, digest_size=8).digest(), "little")
+        key = mix(np.array([digest ^ self._config.sim_seed], np.uint64))
+        key = mix(key ^ np.uint64(seed & 0xFFFFFFFFFFFFFFFF))
+        return mix(key ^ np.uint64(choice & 0xFFFFFFFFFFFFFFFF))[0]
+
+    def _draw(self, slots: npt.NDArray[np.int64]) -> Int32s:
+        batch, config = self._machine.batch, self._config
+        positions = batch.num_tokens[slots]
+        draws = mix(self._keys[slots] + positions.astype(np.uint64) * GOLDEN)
+        first, eos = config.sim_first_token_id, config.sim_eos_token_id
+        span = config.sim_vocab_size - first
+        tokens = (first + (draws >> np.uint64(32)) % np.uint64(span)).astype(np.int32)
+        tokens[tokens == eos] = eos + 1 if eos + 1 < config.sim_vocab_size else first
+        if config.sim_eos_rate > 0:
+            low = (draws & np.uint64(0xFFFFFFFF)).astype(np.float64) / 2**32
+            allowed = positions - batch.num_prompt[slots] >= batch.params.min_tokens[slots]
+            tokens[(low < config.sim_eos_rate) & allowed] = eos
+        return tokens
+
+    def _logprobs(self, slots: npt.NDArray[np.int64], tokens: Int32s) -> list[TokenLogprobs]:
+        """Of the uniform distribution, which is what the simulator draws from: every id is as likely as any other."""
+        batch = self._machine.batch
+        asked = batch.params.logprobs[slots]
+        found: list[TokenLogprobs] = []
+        if len(asked) == 0 or asked.max() < 0:
+            return found
+        first, vocab = self._config.sim_first_token_id, self._config.sim_vocab_size
+        logprob = -math.log(vocab - first)
+        for row in np.flatnonzero(asked >= 0).tolist():
+            slot, count = int(slots[row]), min(int(asked[row]), vocab - first)
+            top = np.arange(first, first + count, dtype="<i4")
+            values = np.full(count, logprob, "<f4")
+            position = int(batch.num_tokens[slot])
+            request = int(batch.ids[slot])
+            found.append(TokenLogprobs(request, position, logprob, 1, top.tobytes(), values.tobytes()))
+        return found

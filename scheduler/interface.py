@@ -1,0 +1,108 @@
+"""What a scheduler class has to do to be run by this process: `--scheduler-cls package.module:Class`.
+
+The process around it (scheduler.process) owns sockets, handshakes, epochs and leases; the class owns requests,
+queues and blocks. All calls come from one thread. A scheduler in another language speaks protocol/CONTRACT.md instead.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from protocol.messages import Limits, Outputs, Step, StepResult, Submit
+from scheduler.config import SchedulerConfig
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counters (never going down) and levels, read by the process for metrics and its status line."""
+
+    running: int = 0
+    waiting: int = 0
+    preempted_waiting: int = 0
+    free_blocks: int = 0
+    usable_blocks: int = 0
+    steps: int = 0
+    started: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+    rejected: dict[str, int] = field(default_factory=dict)
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    replayed_tokens: int = 0
+    scheduled_tokens: int = 0
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    stale_tokens: int = 0
+    failed_steps: int = 0
+    evictions: int = 0
+    held_passes: dict[str, int] = field(default_factory=dict)
+    queue_seconds: list[float] = field(default_factory=list)
+    step_tokens: int = 0
+    step_rows: int = 0
+
+
+class Scheduler(ABC):
+    """Decides, step by step, how many tokens each request computes.
+
+    A peer is a small non-negative integer that names the API process a request came from.
+    """
+
+    stats: Stats
+    epoch: int
+    """Set by the process when a runner has granted one; goes into every step, and results of others are ignored."""
+
+    @abstractmethod
+    def __init__(self, config: SchedulerConfig, limits: Limits, hash_key: bytes, *, clock: Callable[[], int]) -> None:
+        """`clock` gives nanoseconds, for durations only. Raises ValueError for limits nothing can run in."""
+
+    @abstractmethod
+    def adopt_inventory(self, blocks: Iterable[int], hashes: Iterable[bytes]) -> None:
+        """Start with a warm prefix cache: what the runner's pages hold, least recently used first."""
+
+    @abstractmethod
+    def add(self, peer: int, submit: Submit) -> None:
+        """Accept a request or answer it with a rejection; either way through `take_outputs`."""
+
+    @abstractmethod
+    def abort(self, peer: int, ids: Iterable[int]) -> None:
+        """End these requests in whatever state they are. Unknown ids, and those of other peers, are ignored."""
+
+    @abstractmethod
+    def drop_peer(self, peer: int) -> int:
+        """An API is gone: end all its requests, say nothing. Returns how many there were."""
+
+    @abstractmethod
+    def schedule(self) -> Step | None:
+        """One pass: the next step to send, or None if nothing can run. The step counts as in flight from here on."""
+
+    @abstractmethod
+    def update(self, result: StepResult) -> None:
+        """Apply the result of a step in flight. Stale, repeated and unknown results change nothing."""
+
+    @abstractmethod
+    def reset_runner(self, limits: Limits, hash_key: bytes) -> None:
+        """A runner lost everything it held (restarted, or another one): void what is in flight, requeue what ran."""
+
+    @abstractmethod
+    def take_outputs(self) -> list[tuple[int, Outputs]]:
+        """What each peer has to be told since the last call; at most one message per peer."""
+
+    @abstractmethod
+    def refresh_stats(self) -> Stats:
+        """`stats`, with its levels brought up to date."""
+
+    @property
+    @abstractmethod
+    def in_flight(self) -> int:
+        """Steps whose result is awaited."""
+
+    @property
+    @abstractmethod
+    def has_requests(self) -> bool:
+        """Whether any request is live."""
+
+    @abstractmethod
+    def check(self) -> list[str]:
+        """Violated invariants as sentences; empty when all is well. For idle moments and tests: it looks at every block."""

@@ -1,0 +1,75 @@
+"""A request as the scheduler sees it, and the one door through which its state changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from protocol.messages import RequestStatus, SamplingParams
+
+S = RequestStatus
+
+_FINISHED = frozenset(status for status in S if status.is_finished)
+
+#: From each live state, where a request may go. Terminal states lead nowhere.
+TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
+    S.WAITING: frozenset({S.RUNNING, S.WAITING_FOR_REMOTE_KV}) | _FINISHED,
+    S.WAITING_FOR_GRAMMAR: frozenset({S.WAITING}) | _FINISHED,
+    S.WAITING_FOR_REMOTE_KV: frozenset({S.WAITING, S.PREEMPTED}) | _FINISHED,
+    S.WAITING_FOR_INPUT: frozenset({S.WAITING}) | _FINISHED,
+    S.RUNNING: frozenset({S.PREEMPTED, S.WAITING_FOR_INPUT}) | _FINISHED,
+    S.PREEMPTED: frozenset({S.RUNNING, S.WAITING_FOR_REMOTE_KV}) | _FINISHED,
+} | {status: frozenset[RequestStatus]() for status in _FINISHED}
+
+
+class IllegalTransition(RuntimeError):
+    """A state change that the table doesn't have: a bug in the scheduler, never a client's fault."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request: logical progress (tokens) apart from physical residency (slot, blocks).
+
+    `data` holds the known tokens as packed little-endian i32: the prompt, then outputs. While a request is RUNNING
+    the outputs of its last, partial block live in the row table instead and are flushed here when the block is
+    sealed or the request leaves the table.
+    """
+
+    id: int
+    peer: int
+    params: SamplingParams
+    data: bytearray
+    num_prompt: int
+    max_total: int
+    priority: int = 0
+    arrival: int = 0
+    label: str = ""
+    salt: str = ""
+    status: RequestStatus = S.WAITING
+
+    slot: int = -1
+    incarnation: int = 0
+    blocks: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+
+    arrival_ns: int = 0
+    first_admitted_ns: int = 0
+    num_cached: int = -1
+    num_preemptions: int = 0
+    num_failures: int = 0
+    high_water: int = 0
+    held_by: str = ""
+    held_passes: int = 0
+    end_code: str = ""
+    end_message: str = ""
+    stop_token: int = -1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in `data`: all known ones unless the request is RUNNING."""
+        return len(self.data) >> 2
+
+    def transition(self, to: RequestStatus) -> None:
+        """Change state. Raises IllegalTransition, naming both states, if the table doesn't allow it."""
+        if to not in TRANSITIONS[self.status]:
+            raise IllegalTransition(f"request {self.id}: {self.status.name} -> {to.name} is not a transition")
+        self.status = to

@@ -1,0 +1,107 @@
+"""The running requests as columns: what every pass touches for every row, and nothing else.
+
+A row's life in three counters:  computed <= min(target, final),  known <= target.
+
+    tokens     0 ....... computed ........ known ......... target        total
+               [ KV exists or is in flight ][ sampled, known ][ in flight ]   ends here at the latest
+
+`target` counts the tokens that exist or will exist once the steps in flight are back; computing up to it samples one
+more. The last token of a request is never computed, so `final = total - 1`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.request import Request
+
+SlotArray = npt.NDArray[np.intp]
+
+
+class RowTable:
+    """Columns indexed by slot. A slot belongs to one RUNNING request; `order` lists them in order of admission."""
+
+    def __init__(self, capacity: int, block_size: int) -> None:
+        self.capacity = capacity
+        self.id = np.zeros(capacity, np.uint64)
+        self.incarnation = np.zeros(capacity, np.int32)
+        self.prompt = np.zeros(capacity, np.int32)
+        self.computed = np.zeros(capacity, np.int32)
+        self.known = np.zeros(capacity, np.int32)
+        self.target = np.zeros(capacity, np.int32)
+        self.total = np.zeros(capacity, np.int32)
+        self.final = np.zeros(capacity, np.int32)
+        self.blocks = np.zeros(capacity, np.int32)
+        self.sealed = np.zeros(capacity, np.int32)
+        self.peer = np.zeros(capacity, np.int32)
+        self.heeds_eos = np.zeros(capacity, np.bool_)
+        self.watched = np.zeros(capacity, np.bool_)
+        self.live = np.zeros(capacity, np.bool_)
+        self.tail = np.zeros((capacity, block_size), np.int32)
+        self.request: list[Request | None] = [None] * capacity
+        self.order: SlotArray = np.empty(0, np.intp)
+        self._free = list(range(capacity - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return self.capacity - len(self._free)
+
+    def requests(self) -> list[Request]:
+        """The running requests in order of admission."""
+        found = (self.request[slot] for slot in self.order)
+        return [request for request in found if request is not None]
+
+    def enter(self, request: Request, computed: int, watched: bool) -> int:
+        """Give a request a slot; `computed` of its tokens have KV already. Returns the slot.
+
+        A `watched` request has stop conditions beyond the model's end tokens and its length: they are looked at one
+        by one, so its end tokens are too.
+        """
+        slot = self._free.pop()
+        known = request.num_tokens
+        self.request[slot] = request
+        request.slot = slot
+        self.id[slot] = request.id
+        self.incarnation[slot] = request.incarnation
+        self.prompt[slot] = request.num_prompt
+        self.computed[slot] = computed
+        self.known[slot] = known
+        self.target[slot] = known
+        self.total[slot] = request.max_total
+        self.final[slot] = request.max_total - 1
+        self.blocks[slot] = len(request.blocks)
+        self.sealed[slot] = computed // self.tail.shape[1]
+        self.peer[slot] = request.peer
+        self.heeds_eos[slot] = not (watched or request.params.ignore_eos)
+        self.watched[slot] = watched
+        self.live[slot] = True
+        self.order = np.append(self.order, slot)
+        return slot
+
+    def flush(self, slot: int) -> None:
+        """Move the outputs that only the table holds into the request's data."""
+        request = self.request[slot]
+        assert request is not None
+        synced, known = request.num_tokens, int(self.known[slot])
+        if synced == known:
+            return
+        size = self.tail.shape[1]
+        assert known - synced <= size, "the tail would have been overwritten before it was flushed"
+        row, start, stop = self.tail[slot], synced % size, known % size
+        if start < stop:
+            request.data += row[start:stop].tobytes()
+        else:  # up to the block's end, then what has wrapped to its front
+            request.data += row[start:].tobytes()
+            request.data += row[:stop].tobytes()
+
+    def leave(self, slots: list[int]) -> None:
+        """Flush and free these slots. `order` keeps its order."""
+        for slot in slots:
+            self.flush(slot)
+            request = self.request[slot]
+            assert request is not None
+            request.slot = -1
+            self.request[slot] = None
+            self.live[slot] = False
+            self._free.append(slot)
+        self.order = self.order[self.live[self.order]]

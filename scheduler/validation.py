@@ -1,0 +1,49 @@
+"""What the scheduler refuses at its door, with the numbers. (The API checks too; a scheduler trusts nobody.)"""
+
+from __future__ import annotations
+
+from protocol.columns import i32
+from protocol.messages import Limits, Rejected, Submit
+
+
+def check_submit(submit: Submit, limits: Limits, known: bool) -> Rejected | None:
+    """The rejection for a request that can never run, or None. `known`: a live request has this id already."""
+
+    def refuse(code: str, message: str, param: str) -> Rejected:
+        return Rejected(submit.id, code, message, 400, 0, param)
+
+    if known:
+        return Rejected(submit.id, "duplicate_id", f"a request with id {submit.id} is live already", 409, 0, "id")
+    if len(submit.prompt) % 4 or len(submit.emitted) % 4:
+        return refuse("invalid_tokens", "token columns are not whole 32-bit integers", "prompt")
+    num_prompt = len(submit.prompt) >> 2
+    if num_prompt == 0:
+        return refuse("empty_prompt", "the prompt has no tokens", "prompt")
+    if submit.params.max_tokens < 1:
+        text = f"max_tokens is {submit.params.max_tokens}, at least 1 is needed"
+        return refuse("invalid_max_tokens", text, "max_tokens")
+    if num_prompt >= limits.max_model_len:
+        return refuse(
+            "context_length_exceeded",
+            f"the prompt has {num_prompt} tokens; with one output it exceeds the context of {limits.max_model_len}",
+            "prompt",
+        )
+    capacity = (limits.num_blocks - 1) * limits.block_size
+    if num_prompt > capacity:
+        return refuse(
+            "kv_capacity_exceeded",
+            f"the prompt has {num_prompt} tokens; the KV pool holds {capacity} "
+            f"({limits.num_blocks - 1} blocks of {limits.block_size})",
+            "prompt",
+        )
+    for name, column in (("prompt", submit.prompt), ("emitted", submit.emitted)):
+        tokens = i32(column)
+        outside = (tokens < 0) | (tokens >= limits.vocab_size)
+        if outside.any():
+            index = int(outside.argmax())
+            return refuse(
+                "invalid_token_id",
+                f"{name}[{index}] is {int(tokens[index])}; ids go from 0 to {limits.vocab_size - 1}",
+                "prompt",
+            )
+    return None

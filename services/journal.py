@@ -1,0 +1,147 @@
+"""What is known about live requests: for each generation its Submit and every token received so far.
+
+A `Call` is one HTTP request, a `Generation` one Submit of it (one choice). Plain data and wake-ups; `services.engine`
+fills it from the link, the routes read it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from protocol.columns import pack_i32
+from protocol.messages import Finished, RequestStatus, SamplingParams, Submit, TokenLogprobs
+from services.errors import ApiError
+
+
+class Generation:
+    """One choice of one request. Either `finished` or `error` is set, once, and nothing arrives after it."""
+
+    __slots__ = (
+        "accepted",
+        "arrived",
+        "call",
+        "error",
+        "finished",
+        "first_token",
+        "index",
+        "last_token",
+        "logprobs",
+        "outcome",
+        "pending",
+        "released",
+        "sent",
+        "stopped_at",
+        "submit",
+        "tokens",
+    )
+
+    def __init__(self, call: Call, index: int, submit: Submit, arrived: float) -> None:
+        self.call = call
+        self.index = index
+        self.submit = submit
+        self.arrived = arrived
+        self.sent = False
+        self.accepted = False
+        self.pending = False
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.finished: Finished | None = None
+        self.error: ApiError | None = None
+        self.first_token = 0.0
+        self.last_token = 0.0
+        self.stopped_at = 0.0
+        self.outcome = ""
+        self.released = False
+
+    @property
+    def id(self) -> int:
+        """The id on the wire."""
+        return self.submit.id
+
+    @property
+    def params(self) -> SamplingParams:
+        """How it samples."""
+        return self.submit.params
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.submit.prompt) // 4
+
+    @property
+    def over(self) -> bool:
+        """True once its terminal event is known."""
+        return self.finished is not None or self.error is not None
+
+    @property
+    def decided(self) -> bool:
+        """True once the scheduler has said whether it takes the request."""
+        return self.accepted or bool(self.tokens) or self.over
+
+    def resume(self) -> Submit:
+        """The Submit that makes a scheduler go on after the tokens that are here."""
+        return msgspec.structs.replace(self.submit, emitted=pack_i32(self.tokens)) if self.tokens else self.submit
+
+    def settled(self) -> Finished | None:
+        """The terminal event that follows from the tokens alone, if the one from the scheduler was lost with it."""
+        params, count = self.params, len(self.tokens)
+        if not count:
+            return None
+        last = self.tokens[-1]
+        ends = last in params.stop_token_ids or (last in params.eos_token_ids and not params.ignore_eos)
+        if ends and count > params.min_tokens:
+            return Finished(self.id, RequestStatus.STOPPED, last, count)
+        if count >= params.max_tokens:
+            return Finished(self.id, RequestStatus.LENGTH, -1, count)
+        return None
+
+    def touch(self) -> None:
+        """Tell the call's handler that there is something to read here."""
+        if not self.pending:
+            self.pending = True
+            self.call.ready.append(self)
+            self.call.wake()
+
+
+class Call:
+    """One HTTP request and the one thing its handler waits on. Belongs to one event loop."""
+
+    def __init__(self, clock: Callable[[], float], label: str = "") -> None:
+        self.clock = clock
+        self.label = label
+        self.arrived = clock()
+        self.generations: list[Generation] = []
+        self.ready: list[Generation] = []
+        self.disconnected = False
+        self.streaming = False
+        self.ping_due = False
+        self.last_write = self.arrived
+        self.writing_since = 0.0
+        self.task: asyncio.Task[object] | None = asyncio.current_task()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        """Let `changed` return."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def disconnect(self) -> None:
+        """The client has gone away."""
+        self.disconnected = True
+        self.wake()
+
+    async def changed(self) -> list[Generation]:
+        """The generations with news since the last call. Empty: a ping is due or the client has gone."""
+        if not self.ready and not self.disconnected and not self.ping_due:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        news, self.ready = self.ready, []
+        for generation in news:
+            generation.pending = False
+        return news

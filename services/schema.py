@@ -1,0 +1,250 @@
+"""Request bodies: their fields, how JSON becomes them, and what is said when it can't.
+
+Ranges that depend on the model (token ids, lengths) are checked in `services.sampling`; here only types and shapes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from services.errors import ApiError, invalid, unsupported
+
+_PATH = re.compile(r" - at `\$\.?([^`]*)`$")
+
+
+class StreamOptions(msgspec.Struct):
+    """What a stream carries beside the answer."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Sampling(msgspec.Struct, kw_only=True):
+    """Fields that both endpoints share. Null means absent."""
+
+    model: str | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    logit_bias: dict[str, float] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    user: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
+    allowed_token_ids: list[int] | None = None
+
+
+class CompletionRequest(Sampling, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: msgspec.Raw = msgspec.Raw()
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+
+
+class ContentPart(msgspec.Struct):
+    """One part of a message's content."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct, omit_defaults=True):
+    """One chat message. Roles are the template's business."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    reasoning_content: str | None = None
+
+
+class ChatRequest(Sampling, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """POST /tokenize: a prompt, or messages for the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+    skip_special_tokens: bool | None = None
+
+
+# Fields that clients send and that change nothing here.
+IGNORED = frozenset(
+    "metadata store service_tier parallel_tool_calls reasoning_effort safety_identifier prompt_cache_key "
+    "prompt_cache_retention verbosity truncation_side request_id include_reasoning".split()
+)
+
+
+def _absent(value: Any) -> bool:
+    return not value  # null, false, 0, "", [], {}
+
+
+def _one_of(*allowed: Any) -> Callable[[Any], bool]:
+    return lambda value: value is None or value in allowed
+
+
+def _plain_text(value: Any) -> bool:
+    return value is None or value == {"type": "text"}
+
+
+# Known features this server doesn't have: the values that leave them off are accepted, all others are an error.
+UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
+    "suffix": _absent,
+    "tools": _absent,
+    "tool_choice": _one_of("none", "auto"),
+    "functions": _absent,
+    "function_call": _one_of("none", "auto"),
+    "response_format": _plain_text,
+    "structured_outputs": _absent,
+    "guided_json": _absent,
+    "guided_regex": _absent,
+    "guided_choice": _absent,
+    "guided_grammar": _absent,
+    "prompt_logprobs": _one_of(),
+    "prompt_embeds": _absent,
+    "logits_processors": _absent,
+    "bad_words": _absent,
+    "use_beam_search": _absent,
+    "length_penalty": _one_of(1, 0),
+    "spaces_between_special_tokens": _one_of(True),
+    "return_tokens_as_token_ids": _absent,
+    "repetition_detection": _absent,
+    "chat_template": _absent,
+    "documents": _absent,
+    "modalities": _one_of(["text"]),
+    "audio": _absent,
+    "prediction": _absent,
+    "web_search_options": _absent,
+    "mm_processor_kwargs": _absent,
+    "kv_transfer_params": _absent,
+    "logprob_token_ids": _absent,
+    "lora_request": _absent,
+}
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+def decode(body: bytes, kind: type[R]) -> tuple[R, list[str]]:
+    """The body as `kind`, and the names of its unknown fields. Raises ApiError 400 naming what is wrong and where."""
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        request = msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        raise _explain(error, body) from error
+    known = set(kind.__struct_fields__)
+    unknown: list[str] = []
+    for name, raw in fields.items():
+        if name in known or name in IGNORED:
+            continue
+        neutral = UNSUPPORTED.get(name)
+        if neutral is None:
+            unknown.append(name)
+        elif not neutral(msgspec.json.decode(raw)):
+            raise unsupported(name, "" if name != "response_format" else "anything but {'type': 'text'}")
+    return request, unknown
+
+
+def decode_field(raw: msgspec.Raw, kind: Any, param: str) -> Any:
+    """A field kept as raw JSON, as `kind`. Raises ApiError 400 with the full path."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        message, path = _split(error)
+        raise invalid(f"{param}{path}: {message}", param) from error
+
+
+def _split(error: Exception) -> tuple[str, str]:
+    text = str(error)
+    found = _PATH.search(text)
+    return (text[: found.start()], found.group(1)) if found else (text, "")
+
+
+def _explain(error: Exception, body: bytes) -> ApiError:
+    if isinstance(error, RecursionError):
+        return invalid("The body is nested too deeply", code="invalid_json")
+    if isinstance(error, msgspec.ValidationError):
+        message, path = _split(error)
+        param = re.split(r"[.\[]", path)[0] or None
+        return invalid(f"{path}: {message}" if path else f"The body: {message}", param)
+    if not body.strip():
+        return invalid("The body is empty, expected a JSON object", code="invalid_json")
+    field = _lone_surrogate(body)
+    if field is not None:
+        return invalid(f"{field}: a lone surrogate escape is not text", re.split(r"[.\[]", field)[0], "invalid_unicode")
+    return invalid(f"The body is not valid JSON: {error}", code="invalid_json")
+
+
+def _lone_surrogate(body: bytes) -> str | None:
+    """The path of the first string with half of a surrogate pair. msgspec refuses those without saying where."""
+    if b"\\u" not in body:
+        return None
+    try:
+        return _find_surrogate(json.loads(body), "")
+    except (ValueError, RecursionError):
+        return None
+
+
+def _find_surrogate(value: Any, path: str) -> str | None:
+    if isinstance(value, str):
+        return path if any("\ud800" <= character <= "\udfff" for character in value) else None
+    if isinstance(value, dict):
+        for key, item in value.items():
+            inner = f"{path}.{key}" if path else key
+            if _find_surrogate(key, "key") is not None:
+                return path or "a field's name"
+            if (found := _find_surrogate(item, inner)) is not None:
+                return found
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            if (found := _find_surrogate(item, f"{path}[{index}]")) is not None:
+                return found
+    return None

@@ -1,0 +1,88 @@
+"""Server-sent events over raw ASGI `send`: headers late, pings while silent, one `[DONE]` at the end.
+
+It knows nothing about what the events say. Headers go out with `start`, so until then an error can still be a status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from starlette.types import Receive, Send
+
+from services.errors import ApiError
+from services.formats import DONE
+from services.journal import Call
+
+HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+PING = b": ping\n\n"
+
+
+class EventStream:
+    """One stream of events to one client. Notes in its call when it writes, so that housekeeping sees a stuck client."""
+
+    def __init__(self, send: Send, call: Call) -> None:
+        self._send = send
+        self._call = call
+        self.started = False
+
+    async def start(self) -> None:
+        """Send status 200 and the headers."""
+        self.started = self._call.streaming = True
+        await self._write({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
+
+    async def events(self, events: Iterable[bytes]) -> None:
+        """Send complete events in one piece."""
+        body = b"".join(events)
+        if body:
+            await self._write({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def ping(self) -> None:
+        """Send a comment if one is due: proxies close connections that are silent."""
+        if self._call.ping_due:
+            await self.events((PING,))
+
+    async def finish(self, last: bytes = b"") -> None:
+        """Send what is left and `[DONE]`, and end the body."""
+        await self._write({"type": "http.response.body", "body": last + DONE, "more_body": False})
+
+    async def fail(self, error: ApiError) -> None:
+        """End a started stream with one error event."""
+        await self.finish(b"data: " + error.body() + b"\n\n")
+
+    async def _write(self, message: dict[str, object]) -> None:
+        call = self._call
+        call.writing_since = call.clock()
+        try:
+            await self._send(message)
+        finally:
+            call.writing_since = 0.0
+            call.last_write = call.clock()
+            call.ping_due = False
+
+
+async def watch_disconnect(receive: Receive, call: Call) -> None:
+    """Tell the call when its client goes away. Runs as a task beside the handler, after the body was read."""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            call.disconnect()
+            return
+
+
+class DisconnectWatch:
+    """Context manager around a handler that runs `watch_disconnect` meanwhile."""
+
+    def __init__(self, receive: Receive, call: Call) -> None:
+        self._receive = receive
+        self._call = call
+
+    def __enter__(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(watch_disconnect(self._receive, self._call))
+
+    def __exit__(self, *_: object) -> None:
+        self._task.cancel()

