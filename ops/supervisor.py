@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ops.child import Child, Program, describe_exit
-from protocol.process import StopSignal
+from protocol.process import EXIT_REPLACED, StopSignal
 
 EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
 PROBE_INTERVAL_S = 0.1
@@ -41,7 +41,6 @@ class _Slot:
         self.starts = 0
         self.quick_failures = 0
         self.due: float | None = None
-        self.replaced = False
 
 
 class Supervisor:
@@ -73,6 +72,7 @@ class Supervisor:
         self._ready = False
         self._exit = EXIT_OK
         self._stopping = False
+        self._asked: _Slot | None = None
         self._kill_at: float | None = None
         self._probe_reader, self._probe_writer = socket.socketpair()
         self._probe_done = threading.Event()
@@ -126,14 +126,11 @@ class Supervisor:
         status = child.reap()
         if self._stopping:
             self._stopped(slot, status)
-        elif status == EXIT_OK and self._ready:
-            # A clean end that nobody here asked for: another process has taken its place. Don't fight over it.
-            slot.replaced = True
-            self._say(f"{slot.program.role} ended by itself (replaced?); it is not started again")
-            if all(other.child is None and other.due is None for other in self._slots):
-                self._stopping = True
+        elif status == EXIT_REPLACED:
+            self._say(f"{slot.program.role} was replaced by a process that is not ours; it is not started again")
+            self._stopping = self._finished_all()
         elif status == EXIT_CONFIG:
-            self._give_up(f"{slot.program.role} refused its settings", child)
+            self._give_up(f"{slot.program.role} can't start as configured", child, EXIT_CONFIG)
         else:
             self._failed(slot, child, status)
 
@@ -142,7 +139,7 @@ class Supervisor:
         slot.quick_failures = slot.quick_failures + 1 if lived < self._policy.stable_after_s else 1
         if slot.quick_failures >= self._policy.limit:
             times = f"{slot.quick_failures} times in a row" if slot.quick_failures > 1 else "at once"
-            self._give_up(f"{slot.program.role} failed {times}; it {describe_exit(status)}", child)
+            self._give_up(f"{slot.program.role} failed {times}; it {describe_exit(status)}", child, EXIT_FAILED)
             return
         wait = min(self._policy.backoff_s * 2 ** (slot.quick_failures - 1), self._policy.backoff_max_s)
         slot.due = self._clock() + wait
@@ -151,11 +148,11 @@ class Supervisor:
             f"(failure {slot.quick_failures} of {self._policy.limit})"
         )
 
-    def _give_up(self, reason: str, child: Child) -> None:
+    def _give_up(self, reason: str, child: Child, code: int) -> None:
         self._say(f"giving up: {reason}")
         for line in list(child.last_lines)[-3:]:
             self._say(f"  its last words: {line}")
-        self._exit = EXIT_CONFIG if "settings" in reason else EXIT_FAILED
+        self._exit = code
         self._begin_stop()
 
     # --- readiness
@@ -193,12 +190,13 @@ class Supervisor:
 
     def _stop_next(self) -> None:
         """Ask the last started program that still runs to end. The others wait for it: it may need them to drain."""
-        self._kill_at = None
-        for slot in reversed(self._slots):
-            if slot.child is not None:
-                slot.child.signal(signal.SIGTERM)
-                self._kill_at = self._clock() + slot.program.stop_grace_s
-                return
+        slot = next((slot for slot in reversed(self._slots) if slot.child is not None), None)
+        if slot is self._asked:
+            return  # another one ended meanwhile; a second signal would cut this one's draining short
+        self._asked, self._kill_at = slot, None
+        if slot is not None and slot.child is not None:
+            slot.child.signal(signal.SIGTERM)
+            self._kill_at = self._clock() + slot.program.stop_grace_s
 
     def _stopped(self, slot: _Slot, status: int) -> None:
         if status != EXIT_OK:
@@ -233,16 +231,17 @@ class Supervisor:
 
     def _kill_overdue(self) -> None:
         self._kill_at = None
-        for slot in reversed(self._slots):
-            if slot.child is not None:
-                grace = slot.program.stop_grace_s
-                self._say(f"{slot.program.role} did not end within {grace:g} s, killing it")
-                self._exit = self._exit or EXIT_FAILED
-                slot.child.kill_group()
-                return
+        slot = self._asked
+        if slot is not None and slot.child is not None:
+            self._say(f"{slot.program.role} did not end within {slot.program.stop_grace_s:g} s, killing it")
+            self._exit = self._exit or EXIT_FAILED
+            slot.child.kill_group()
 
     def _finished(self) -> bool:
-        return self._stopping and all(slot.child is None for slot in self._slots)
+        return self._stopping and self._finished_all()
+
+    def _finished_all(self) -> bool:
+        return all(slot.child is None and slot.due is None for slot in self._slots)
 
     def _kill_all(self) -> None:
         for slot in self._slots:

@@ -20,6 +20,8 @@ PARENT_ENV = "TRIPTYCH_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
 _LEVELS = ("debug", "info", "warning", "error")
 FORCED_EXIT = 130
+EXIT_REPLACED = 4
+"""Exit status of a process that ended because another took its place: a supervisor must not start it again."""
 
 
 class PrivateDirError(OSError):

@@ -23,12 +23,12 @@ class MetadataError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class BatchMetadata:
-    """One step for a paged attention kernel. T tokens in R rows; row r owns pages kv_indices[kv_indptr[r]:kv_indptr[r+1]].
+    """One step for a paged attention kernel: T tokens in R rows.
 
-    qo_indptr int32 [R+1]: a row's tokens among the T; kv_indptr int32 [R+1]: its pages in kv_indices int32;
-    last_page_len int32 [R]: tokens in its last page after this step, 1..page_size; slot_mapping int64 [T]:
-    page * page_size + offset where each token's K/V is written; positions int64 [T]; seq_lens int32 [R]: KV length
-    after this step.
+    Row r owns pages kv_indices[kv_indptr[r] : kv_indptr[r + 1]]. qo_indptr int32 [R+1]: a row's tokens among the T;
+    kv_indptr int32 [R+1]: its pages in kv_indices int32; last_page_len int32 [R]: tokens in its last page after this
+    step, 1..page_size; slot_mapping int64 [T]: page * page_size + offset where each token's K/V is written;
+    positions int64 [T]; seq_lens int32 [R]: KV length after this step.
     """
 
     num_tokens: int

@@ -5,13 +5,12 @@ Bounds on token ids are enforced here against the sampled vocabulary, so that no
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from protocol.messages import SamplingParams
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy: dividing by less only overflows
+LARGEST = 1e6  # for any real-valued parameter: sums and quotients with logits stay finite in float32
 NO_ALLOWED = "no_allowed_tokens"
 BAD_PARAMS = "bad_params"
 
@@ -59,9 +58,8 @@ class ParamColumns:
             params.frequency_penalty,
             *(value for _, value in params.logit_bias),
         )
-        with np.errstate(over="ignore"):
-            if not all(math.isfinite(number) and np.isfinite(np.float32(number)) for number in numbers):
-                raise ParamError(BAD_PARAMS, "a sampling parameter is not a finite number")
+        if not all(abs(number) <= LARGEST for number in numbers):  # false for NaN, too
+            raise ParamError(BAD_PARAMS, f"a sampling parameter is not a finite number up to {LARGEST:g}")
         if params.repetition_penalty <= 0:
             raise ParamError(BAD_PARAMS, f"repetition_penalty is {params.repetition_penalty}, it must be above 0")
         self.temperature[slot] = params.temperature
@@ -79,7 +77,7 @@ class ParamColumns:
         )
         self._set_ragged(slot, params)
         self.plain[slot] = (
-            params.temperature < GREEDY_BELOW
+            self.temperature[slot] < GREEDY_BELOW
             and params.logprobs < 0
             and not self.penalised[slot]
             and not self.edited[slot]

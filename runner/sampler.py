@@ -203,7 +203,9 @@ def keep_top_p(logits: Tensor, top_p: Tensor) -> None:
     if len(limited) == 0:
         return
     part, wanted = logits[limited], top_p[limited].double()
-    norm = part.double().logsumexp(1, keepdim=True)
+    # Not logsumexp: how that sums depends on how many rows there are, and a row must not know its neighbours.
+    top = part.amax(1, keepdim=True)
+    norm = (part - top).exp_().cumsum(1, dtype=torch.float64)[:, -1:].log() + top.double()
     looked = min(_FIRST_LOOK, part.shape[1])
     threshold, settled = _nucleus(part.topk(looked, 1).values, norm, wanted)
     if not bool(settled.all()) and looked < part.shape[1]:
@@ -237,9 +239,9 @@ def pick(logits: Tensor, draws: Tensor) -> Tensor:
 
     Never an id of probability 0, whatever the rounding.
     """
-    weights = (logits.double() - logits.amax(1, keepdim=True).double()).exp()
-    cumulated = weights.cumsum(1)
-    total = cumulated[:, -1:]
+    weights = (logits - logits.amax(1, keepdim=True)).exp_()
+    cumulated = weights.cumsum(1, dtype=torch.float64)
+    total = cumulated[:, -1:].contiguous()
     ids = torch.searchsorted(cumulated, draws.unsqueeze(1) * total, right=True)
     last = torch.searchsorted(cumulated, total, right=False)  # the last id with any weight
     return torch.minimum(ids, last).squeeze(1)

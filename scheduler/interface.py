@@ -105,4 +105,4 @@ class Scheduler(ABC):
 
     @abstractmethod
     def check(self) -> list[str]:
-        """Violated invariants as sentences; empty when all is well. For idle moments and tests: it looks at every block."""
+        """Violated invariants as sentences; empty when all is well. Looks at every block: for idle moments and tests."""

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 from starlette.types import Receive, Send
 
 from protocol.columns import pack_i32
@@ -190,6 +191,5 @@ class Generator:
 
 
 def _with_choice(params: SamplingParams, choice: int) -> SamplingParams:
-    import msgspec
 
     return params if choice == params.choice else msgspec.structs.replace(params, choice=choice)

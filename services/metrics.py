@@ -143,6 +143,10 @@ class ApiMetrics:
         self.duplicate_tokens = self._duplicate_tokens.labels(model)
         self.finished = {r: self._finished.labels(model, r) for r in ("stop", "length", "error", "aborted")}
 
+    def token_counts(self) -> tuple[float, float]:
+        """Prompt tokens and generated tokens so far."""
+        return self.prompt_tokens._value.get(), self.generation_tokens._value.get()
+
     def gauge(self, name: str, help: str, read: Callable[[], float]) -> None:
         """Export `read()` as `triptych_api_<name>`. It is called from the scraping thread."""
         self._gauges.sources.append((f"triptych_api_{name}", help, read))

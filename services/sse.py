@@ -23,7 +23,7 @@ PING = b": ping\n\n"
 
 
 class EventStream:
-    """One stream of events to one client. Notes in its call when it writes, so that housekeeping sees a stuck client."""
+    """One stream of events to one client. Notes in its call when it writes: housekeeping looks for stuck clients."""
 
     def __init__(self, send: Send, call: Call) -> None:
         self._send = send

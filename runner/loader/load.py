@@ -6,6 +6,7 @@ Formats live beside this file (`huggingface`, `gguf`); here is only what is the 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +55,7 @@ class LoadedModel:
 def load_model(
     path: str | Path,
     dtype: str,
-    ops: Ops,
+    ops: Ops | Callable[[torch.dtype], Ops],
     *,
     max_model_len: int | None = None,
     device: torch.device | str = "cpu",
@@ -62,6 +63,7 @@ def load_model(
 ) -> LoadedModel:
     """Load a GGUF file or a Hugging Face directory.
 
+    `ops`: or a function that makes them for the dtype that `dtype` turns out to mean.
     `dtype`: `auto` (the checkpoint's own; bfloat16 for quantized weights), `bfloat16`, `float32` or `float16`.
     `max_model_len`: longest sequence, in tokens, that will be run; the model's own limit if None. It also fixes the
     frequencies of dynamic NTK RoPE. `cache_dir`: where dequantized GGUF weights stay between starts; None keeps none.
@@ -86,6 +88,8 @@ def load_model(
         parameters = _read(checkpoint, _compute_dtype(config, dtype), device)
         if entry is not None:
             cache.write(entry, cache.CachedModel(config, tokenizer_vocab_size, parameters))
+    if callable(ops):
+        ops = ops(next(iter(parameters.values())).dtype)
     decoder = Decoder(config, parameters, ops, max_positions)
     return LoadedModel(config, decoder, decoder.dtype, tokenizer_vocab_size)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 
 from runner.attention.reference import ReferenceAttention
 from runner.loader import LoadedModel, load_model
+from runner.metadata import build
 from runner.model.decoder import Decoder
 from runner.ops import TorchOps
 
@@ -20,8 +20,9 @@ PAGE_SIZE = 16
 
 
 @pytest.fixture(scope="session", autouse=True)
-def two_torch_threads() -> None:
-    torch.set_num_threads(2)
+def one_torch_thread() -> None:
+    """Tests share the machine: two threads that wait for each other at every small operation are slower than one."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -48,21 +49,6 @@ def smollm2_bfloat16(smollm2_path: Path, smollm2_cache: Path) -> LoadedModel:
     return load_model(smollm2_path, "auto", TorchOps(), max_model_len=1024, cache_dir=smollm2_cache)
 
 
-@dataclass
-class StepMetadata:
-    """The fields of a step that an attention backend reads."""
-
-    num_tokens: int
-    num_rows: int
-    qo_indptr: np.ndarray
-    kv_indptr: np.ndarray
-    kv_indices: np.ndarray
-    last_page_len: np.ndarray
-    slot_mapping: np.ndarray
-    positions: np.ndarray
-    seq_lens: np.ndarray
-
-
 class PagedRows:
     """A decoder with its own pages: rows grow by the tokens fed to them, several rows per step, as a runner would."""
 
@@ -83,29 +69,13 @@ class PagedRows:
     def step(self, fed: dict[int, Sequence[int]]) -> dict[int, torch.Tensor]:
         """Feed each row its tokens; returns per row float32 logits [tokens, vocabulary]."""
         counts = [len(tokens) for tokens in fed.values()]
-        starts = [self.lengths[row] for row in fed]
-        lengths = [start + count for start, count in zip(starts, counts, strict=True)]
-        pages = [self._pages[row, : -(-length // PAGE_SIZE)] for row, length in zip(fed, lengths, strict=True)]
-        positions = np.concatenate([np.arange(s, n) for s, n in zip(starts, lengths, strict=True)])
-        owners = np.repeat(list(fed), counts)
-        slots = self._pages[owners, positions // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE
-        self._attention.plan(
-            StepMetadata(
-                num_tokens=sum(counts),
-                num_rows=len(fed),
-                qo_indptr=np.cumsum([0, *counts], dtype=np.int32),
-                kv_indptr=np.cumsum([0, *map(len, pages)], dtype=np.int32),
-                kv_indices=np.concatenate(pages),
-                last_page_len=np.array([(length - 1) % PAGE_SIZE + 1 for length in lengths], np.int32),
-                slot_mapping=slots,
-                positions=positions,
-                seq_lens=np.array(lengths, np.int32),
-            )
-        )
+        starts = np.array([self.lengths[row] for row in fed], np.int32)
+        meta = build(self._pages[list(fed)], starts, np.array(counts, np.int32), PAGE_SIZE)
+        self._attention.plan(meta)
         token_ids = torch.tensor([token for tokens in fed.values() for token in tokens])
-        hidden = self.decoder.forward(token_ids, torch.from_numpy(positions), self._attention)
-        for row, length in zip(fed, lengths, strict=True):
-            self.lengths[row] = length
+        hidden = self.decoder.forward(token_ids, torch.from_numpy(meta.positions), self._attention)
+        for row, count in zip(fed, counts, strict=True):
+            self.lengths[row] += count
         return dict(zip(fed, self.decoder.logits(hidden).split(counts), strict=True))
 
     def generate(self, prompts: Sequence[Sequence[int]], count: int) -> tuple[list[torch.Tensor], list[list[int]]]:

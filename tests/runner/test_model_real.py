@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from runner.loader import LoadedModel
 
-LENGTHS = [1, 2, 15, 16, 17, 31, 32, 33, 36, 37, 48, 63, 65, 100, 127, 128, 129, 200, 257, 300]
+LENGTHS = [1, 2, 3, 7, 15, 16, 17, 18, 30, 31, 32, 33, 37, 47, 48, 49, 63, 64, 65, 300]
 GENERATED = 8
 # The default system prompt and "What is the capital of France?" in the model's chat template.
 PARIS = [
@@ -172,4 +172,4 @@ def test_bfloat16_chooses_the_same_tokens_where_the_choice_is_clear(
         clear = best[:, 0] - best[:, 1] > 1.0
         compared += int(clear.sum())
         assert torch.equal(logits[row].argmax(-1)[clear], wanted.argmax(-1)[clear])
-    assert compared > 300
+    assert compared > 200

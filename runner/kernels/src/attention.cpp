@@ -7,6 +7,8 @@
 // Two properties that the tests hold it to. Only slots below the row's length are ever read (unused ones may hold NaN).
 // And a token's result is the same bits whatever chunk, batch or tile it came in: blocks start at fixed positions, and a
 // key that is masked adds exactly zero.
+#include <omp.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -113,6 +115,27 @@ void pack_values(const bf16* const* values, bf16* panels, int head_dim) {
     }
 }
 
+// Where a row's key of this head is; its value lies one plane further.
+template <typename T>
+const T* key_at(const Step<T>& step, int row, int kv_head, int position) {
+    const int page = step.kv_indices[step.kv_indptr[row] + position / step.page_size];
+    const int64_t plane = int64_t(step.page_size) * step.kv_heads * step.head_dim;
+    return step.pool + 2 * page * plane + (int64_t(position % step.page_size) * step.kv_heads + kv_head) * step.head_dim;
+}
+
+// Pages are scattered, and a head's part of a token is a line or two: no hardware prefetcher follows that.
+template <typename T>
+void prefetch(const Step<T>& step, int row, int kv_head, int begin, int end) {
+    const int64_t plane = int64_t(step.page_size) * step.kv_heads * step.head_dim;
+    for (int position = begin; position < std::min(end, begin + kBlock); position++) {
+        const T* key = key_at(step, row, kv_head, position);
+        for (int d = 0; d < step.head_dim; d += 64 / int(sizeof(T))) {
+            __builtin_prefetch(key + d);
+            __builtin_prefetch(key + plane + d);
+        }
+    }
+}
+
 template <typename T>
 struct Unit {
     const Step<T>& step;
@@ -139,7 +162,6 @@ struct Unit {
 
     void gather(int end) {
         const int64_t plane = int64_t(step.page_size) * step.kv_heads * step.head_dim;
-        const int32_t* pages = step.kv_indices + step.kv_indptr[row];
         panels = std::min(2, (end - block + kPanel - 1) / kPanel);
         for (int p = 0; p < panels; p++) {
             const T *key[kPanel], *value[kPanel];
@@ -147,8 +169,7 @@ struct Unit {
                 const int position = block + p * kPanel + i;
                 key[i] = value[i] = zeros;
                 if (position >= end) continue;
-                const int page = pages[position / step.page_size], offset = position % step.page_size;
-                key[i] = step.pool + 2 * page * plane + (int64_t(offset) * step.kv_heads + kv_head) * step.head_dim;
+                key[i] = key_at(step, row, kv_head, position);
                 value[i] = key[i] + plane;
             }
             pack_keys(key, keys + p * kPanel * step.head_dim, step.head_dim);
@@ -222,6 +243,7 @@ struct Unit {
         const int tiles = (rows + kTileRows - 1) / kTileRows;
         for (block = 0; block < end; block += kBlock) {
             gather(end);
+            prefetch(step, row, kv_head, block + kBlock, end);
             for (int t = 0; t < tiles; t++) {
                 const int base = rows * t / tiles;
                 attend_of(rows * (t + 1) / tiles - base, base);
@@ -267,15 +289,23 @@ void append(const Step<T>& step, int token) {
 
 template <typename T>
 void attention(const Step<T>& step) {
+    const int work = step.units * step.kv_heads;
 #pragma omp parallel
     {
+        const int threads = omp_get_num_threads();
 #pragma omp for schedule(static)
         for (int token = 0; token < step.tokens; token++) append(step, token);
         // (the barrier here: every key is in place before any is read)
         static thread_local Scratch scratch;
 #pragma omp for schedule(dynamic)
-        for (int i = 0; i < step.units * step.kv_heads; i++)
+        for (int i = 0; i < work; i++) {
+            const int next = i + threads;  // a guess, right as long as threads take turns
+            if (next < work) {
+                const int row = step.unit_rows[next / step.kv_heads];
+                prefetch(step, row, next % step.kv_heads, 0, step.seq_lens[row]);
+            }
             run_unit(step, i / step.kv_heads, i % step.kv_heads, scratch);
+        }
     }
 }
 

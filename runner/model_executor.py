@@ -1,0 +1,146 @@
+"""The executor that computes: decoder, attention over KV pages, sampler, around the common step transaction."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from protocol.messages import Limits, Step, StepResult
+from runner.attention.base import AttentionBackend
+from runner.batch import Rows
+from runner.config import RunnerConfig
+from runner.errors import StartError
+from runner.kernels.build import KernelError
+from runner.kernels.select import select_attention, select_ops
+from runner.kv import KvPool, block_bytes
+from runner.loader import LoadedModel, ModelError, default_cache_dir, load_model
+from runner.metadata import build
+from runner.model.parameters import fused_shapes, layout
+from runner.pool import ModelNeeds, PoolSize, available_memory, pool_size
+from runner.sampler import Sampler
+from runner.steps import Sampled, StepMachine, swap_pairs
+
+log = logging.getLogger("triptych.runner")
+
+MAX_LOGPROBS = 20
+
+
+class ModelExecutor:
+    """An `Executor` over a loaded model. One thread calls it; torch uses as many as it was given."""
+
+    def __init__(
+        self, model: LoadedModel, attention: AttentionBackend, pool: KvPool, limits: Limits, weight_bytes: int = 0
+    ) -> None:
+        self.limits = limits
+        self.weight_bytes = weight_bytes
+        self._decoder = model.decoder
+        self._attention = attention
+        self._pool = pool
+        self._machine = StepMachine(limits)
+        self._sampler = Sampler(limits.vocab_size)
+        self.inventory = self._machine.inventory
+
+    @property
+    def num_residents(self) -> int:
+        """Requests in the batch."""
+        return len(self._machine.batch)
+
+    def clear(self) -> None:
+        """Forget all residents; pages and inventory stay."""
+        self._machine.clear()
+
+    def execute(self, step: Step, received_ns: int) -> StepResult:
+        """Run one step."""
+        with torch.inference_mode():
+            return self._machine.run(step, self._compute)
+
+    def _compute(self, step: Step, rows: Rows) -> Sampled:
+        # Out before anything is written (the pages may have new owners already), in before anything is read.
+        self._pool.swap_out(swap_pairs(step.swap_out))
+        self._pool.swap_in(swap_pairs(step.swap_in))
+        if len(rows) == 0:
+            return Sampled(np.zeros(0, np.int32))
+        batch, size = self._machine.batch, self.limits.block_size
+        widest = -(-int((rows.starts + rows.counts).max()) // size)
+        meta = build(batch.page_table[rows.slots, :widest], rows.starts, rows.counts, size)
+        token_rows = np.repeat(rows.slots, rows.counts)
+        token_ids = torch.from_numpy(batch.tokens[token_rows, meta.positions].astype(np.int64))
+        self._attention.plan(meta)
+        hidden = self._decoder.forward(token_ids, torch.from_numpy(meta.positions), self._attention)
+        last = meta.qo_indptr[1:][rows.samples].astype(np.int64) - 1
+        if len(last) == 0:
+            return Sampled(np.zeros(0, np.int32))
+        logits = self._decoder.logits(hidden[torch.from_numpy(last)])
+        return self._sampler.sample(logits, batch, rows.slots[rows.samples])
+
+
+def load_executor(config: RunnerConfig) -> ModelExecutor:
+    """Load the model, size and make the pool. StartError, saying what to change, if that can't be done."""
+    if config.device == "cuda":
+        why = "attention and page copies for it are not part of this build" if torch.cuda.is_available() else "no GPU"
+        raise StartError(f"device cuda: {why}; use device cpu")
+    if not config.model:
+        raise StartError("model is not set: it takes a GGUF file or a Hugging Face directory")
+    torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+    choice = config.attention_backend
+    began = time.monotonic()
+    log.info("loading %s", config.model)
+    try:
+        model = load_model(
+            Path(config.model),
+            config.dtype,
+            lambda dtype: select_ops(dtype, "cpu", choice),  # type: ignore[arg-type]  # checked by the settings
+            max_model_len=config.max_model_len or None,
+            cache_dir=default_cache_dir(),
+        )
+        available = available_memory()
+        size = pool_size(config, _needs(model, config), available)
+        pool = KvPool(model.config, size.num_blocks, config.block_size, model.dtype, size.host_blocks)
+        attention = select_attention(
+            *(pool.layers, model.config.num_heads, model.config.num_kv_heads, model.config.head_dim),
+            *(model.config.attention_scale, choice),  # type: ignore[arg-type]
+        )
+    except (ModelError, KernelError) as error:
+        raise StartError(f"{config.model}: {error}") from error
+    log.info("loaded in %.1f s, %.2f GiB available for KV and work", time.monotonic() - began, available / 2**30)
+    return ModelExecutor(model, attention, pool, _limits(config, model, size), _weight_bytes(model))
+
+
+def _weight_bytes(model: LoadedModel) -> int:
+    shapes = fused_shapes(layout(model.config)).values()
+    return sum(math.prod(shape) for shape in shapes) * model.dtype.itemsize
+
+
+def _needs(model: LoadedModel, config: RunnerConfig) -> ModelNeeds:
+    shape = model.config
+    return ModelNeeds(
+        block_bytes=block_bytes(shape, config.block_size, model.dtype),
+        max_context=shape.max_context,
+        vocab_width=shape.vocab_size,
+        widest_layer=2 * shape.intermediate_size,
+        dtype_bytes=model.dtype.itemsize,
+    )
+
+
+def _limits(config: RunnerConfig, model: LoadedModel, size: PoolSize) -> Limits:
+    vocab = min(model.vocab_size, model.tokenizer_vocab_size or model.vocab_size)
+    return Limits(
+        model=config.served_model_name,
+        block_size=config.block_size,
+        num_blocks=size.num_blocks,
+        max_model_len=size.max_model_len,
+        vocab_size=vocab,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        eos_token_ids=model.eos_token_ids,
+        dtype=str(model.dtype).removeprefix("torch."),
+        kv_bytes_per_block=block_bytes(model.config, config.block_size, model.dtype),
+        max_logprobs=min(MAX_LOGPROBS, vocab),
+        host_blocks=size.host_blocks,
+    )

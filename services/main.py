@@ -1,0 +1,67 @@
+"""The API process from its configuration to its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+
+import uvloop
+
+from protocol.channels import AddressError
+from protocol.exposition import ExpositionError, serve_metrics
+from protocol.process import PrivateDirError, StopSignal, die_with_parent, ensure_private_dir, setup_logging
+from services.config import ApiConfig
+from services.middleware import load_keys
+from services.server import ApiServer, BindError, listen
+from services.text.chat_template import ChatTemplate, TemplateError
+from services.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+
+log = logging.getLogger("triptych.api")
+
+
+def run(config: ApiConfig) -> int:
+    """Serve until SIGTERM or SIGINT. Returns 0 after an orderly end, 1 if it can't start or can't go on.
+
+    A second signal ends the process at once.
+    """
+    setup_logging("api", config.log_level)
+    die_with_parent()
+    with StopSignal() as stop:
+        try:
+            ensure_private_dir(config.runtime_dir)
+            listener = listen(config)
+            tokenizer = load_tokenizer(config.model)
+            template = load_template(config, tokenizer)
+            keys = load_keys(config.api_key, config.api_key_file)
+            server = ApiServer(config, tokenizer, template, keys)
+            exposition = serve_metrics(
+                server.registry,
+                unix_path=f"{config.runtime_dir}/api.metrics.sock",
+                host=config.metrics_host,
+                port=config.metrics_port,
+            )
+        except (BindError, AddressError, ExpositionError, PrivateDirError, TokenizerError, TemplateError) as error:
+            log.error("can't start: %s", error)
+            return 1
+        except (OSError, ValueError) as error:
+            log.error("can't start: %s: %s", type(error).__name__, error)
+            return 1
+        where = config.uds or "http://{}:{}".format(*listener.getsockname()[:2])
+        log.info("pid %d serves %s on %s", os.getpid(), config.served_model_name, where)
+        if not keys and config.host not in ("127.0.0.1", "localhost", "::1") and not config.uds:
+            log.warning("open to everyone who reaches %s: no API key is configured", where)
+        try:
+            with exposition, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(server.run(listener, stop))
+        finally:
+            if config.uds and os.path.exists(config.uds):
+                os.unlink(config.uds)
+
+
+def load_template(config: ApiConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The configured chat template, else the model's own. Raises OSError or TemplateError."""
+    if not config.chat_template:
+        return ChatTemplate.of(tokenizer)
+    with open(config.chat_template, encoding="utf-8") as file:
+        return ChatTemplate(file.read(), special_tokens=tokenizer.special_tokens)

@@ -1,0 +1,128 @@
+"""Plain ASGI middleware: request ids, errors as responses, API keys. (Wrapping middleware would hide disconnects.)"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import secrets
+from collections.abc import Iterable, Sequence
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.bodies import ClientGone, send_body
+from services.errors import ApiError, internal
+from services.metrics import ApiMetrics
+
+log = logging.getLogger("triptych.api")
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
+MAX_REQUEST_ID = 128
+MAX_AUTHORIZATION = 4096
+CLIENT_CLOSED_REQUEST = 499
+
+
+class Edge:
+    """Outermost: gives each request an id, turns exceptions into error responses, counts the outcome."""
+
+    def __init__(self, app: ASGIApp, metrics: ApiMetrics, paths: Iterable[str]) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._paths = frozenset(paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request; nothing but cancellation gets out."""
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await receive()
+                await send({"type": "websocket.close", "code": 1002})
+            return
+        request_id = _request_id(scope)
+        scope.setdefault("state", {})["request_id"] = request_id
+        header = (b"x-request-id", request_id.encode())
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), header]
+            await send(message)
+
+        error: ApiError | None = None
+        try:
+            await self._app(scope, receive, send_with_id)
+        except ApiError as raised:
+            error = raised
+        except ClientGone:
+            self._metrics.disconnects.inc()
+            status = status or CLIENT_CLOSED_REQUEST
+        except Exception:
+            log.exception("request %s failed", request_id)
+            error = internal()
+        if error is not None and not status:
+            await send_body(send_with_id, error.body(), status=error.status, headers=error.headers)
+        self._metrics.request_done(scope["path"] if scope["path"] in self._paths else "other", status)
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's own id if it is short and printable, else a new one."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            text = value.decode("latin-1")
+            if 0 < len(text) <= MAX_REQUEST_ID and text.isascii() and text.isprintable():
+                return text
+    return secrets.token_hex(16)
+
+
+class ApiKeys:
+    """Lets only bearers of a configured key through, on every path that isn't on the open list."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Iterable[str]) -> None:
+        self._app = app
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._open = frozenset(open_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or raise ApiError 401."""
+        if scope["type"] != "http" or scope["path"] in self._open:
+            await self._app(scope, receive, send)
+            return
+        index = self._match(scope)
+        if index < 0:
+            raise ApiError(
+                401,
+                "A valid API key is required: Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        scope["state"]["tenant"] = f"key-{index}"
+        await self._app(scope, receive, send)
+
+    def _match(self, scope: Scope) -> int:
+        """The index of the key in the Authorization header, -1 if there is none or it is wrong."""
+        values = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(values) != 1 or len(values[0]) > MAX_AUTHORIZATION:
+            return -1
+        scheme, _, token = values[0].partition(b" ")
+        if scheme.lower() != b"bearer":
+            return -1
+        digest = hashlib.sha256(token.strip()).digest()
+        found = -1
+        for index, known in enumerate(self._digests):  # all of them, so that time tells nothing
+            if hmac.compare_digest(digest, known):
+                found = index
+        return found
+
+
+def load_keys(keys: Sequence[str], path: str) -> list[str]:
+    """The configured keys and those of a file with one per line (`#` starts a comment). Raises OSError, ValueError."""
+    found = [key for key in keys if key]
+    if path:
+        with open(path, encoding="utf-8") as file:
+            lines = [line.strip() for line in file]
+        from_file = [line for line in lines if line and not line.startswith("#")]
+        if not from_file:
+            raise ValueError(f"{path} holds no API key")
+        found += from_file
+    return list(dict.fromkeys(found))

@@ -1,0 +1,75 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from protocol.messages import Limits
+from services.conversation import tokenize_chat
+from services.errors import invalid
+from services.formats import ChatFormat
+from services.generate import Job
+from services.routes.endpoint import GenerationEndpoint
+from services.sampling import num_choices, ranged
+from services.schema import ChatRequest
+
+
+class Chat(GenerationEndpoint[ChatRequest]):
+    """A conversation in, the assistant's message out."""
+
+    request_type = ChatRequest
+    id_prefix = "chatcmpl"
+
+    async def prepare(self, request: ChatRequest, limits: Limits, tenant: str) -> Job:
+        """Check everything and build the job."""
+        n = num_choices(request, 1, self.state.config.max_choices)
+        logprobs = self._logprobs(request, limits)
+        name, asked = self._max_tokens(request)
+        params = self.params(request, limits, logprobs)
+        text_options = self.options(request, logprobs)
+        ids = await tokenize_chat(
+            self.state.text,
+            request.messages,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            kwargs=request.chat_template_kwargs,
+            add_special_tokens=request.add_special_tokens,
+        )
+        options = request.stream_options
+        return Job(
+            prompts=[self.prompt(ids, request, params, limits, asked, None, (name, "messages"))],
+            n=n,
+            options=text_options,
+            format=ChatFormat(
+                self.head(),
+                self.state.text.tokenizer,
+                logprobs=logprobs,
+                usage_null=bool(options and options.include_usage),
+                token_ids=bool(request.return_token_ids),
+            ),
+            stream=bool(request.stream),
+            include_usage=bool(options and options.include_usage),
+            continuous_usage=bool(options and options.continuous_usage_stats),
+            chunk_token_ids=bool(request.return_token_ids),
+            priority=ranged(request.priority, 0, "priority", -(2**31), 2**31 - 1),
+            cache_salt=request.cache_salt or "",
+            tenant=tenant or request.user or "",
+        )
+
+    def _logprobs(self, request: ChatRequest, limits: Limits) -> int:
+        """How many alternatives to report; -1 for no log-probabilities."""
+        if request.top_logprobs is not None and not request.logprobs:
+            raise invalid("top_logprobs: needs logprobs to be true", "top_logprobs")
+        if not request.logprobs:
+            return -1
+        return int(ranged(request.top_logprobs, 0, "top_logprobs", 0, limits.max_logprobs))
+
+    def _max_tokens(self, request: ChatRequest) -> tuple[str, int | None]:
+        """The limit and the field it came from; the new name wins, a contradiction is an error."""
+        new, old = request.max_completion_tokens, request.max_tokens
+        if new is None:
+            return "max_tokens", old
+        if old is not None and old != new:
+            raise invalid(
+                f"max_completion_tokens: {new} contradicts max_tokens: {old}; send one of them",
+                "max_completion_tokens",
+            )
+        return "max_completion_tokens", new

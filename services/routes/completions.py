@@ -1,0 +1,105 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from protocol.messages import Limits
+from services.errors import invalid, unsupported
+from services.formats import CompletionFormat
+from services.generate import Job
+from services.routes.endpoint import GenerationEndpoint
+from services.sampling import check_ids, num_choices, ranged
+from services.schema import CompletionRequest, decode_field
+
+DEFAULT_MAX_TOKENS = 16
+MAX_PROMPTS = 1024
+
+P = TypeVar("P")
+
+
+class Completions(GenerationEndpoint[CompletionRequest]):
+    """Text or token ids in, text out."""
+
+    request_type = CompletionRequest
+    id_prefix = "cmpl"
+
+    async def prepare(self, request: CompletionRequest, limits: Limits, tenant: str) -> Job:
+        """Check everything and build the job."""
+        logprobs: int = ranged(request.logprobs, -1, "logprobs", 0, limits.max_logprobs)
+        if request.echo and logprobs >= 0:
+            raise unsupported("echo", "echo together with logprobs")
+        if request.best_of is not None and request.best_of != (request.n or 1):
+            raise unsupported("best_of", "best_of other than n")
+        texts = self._texts(request)
+        num_prompts = len(texts) if texts is not None else 0
+        ids: list[list[int]]
+        if texts is not None:
+            n = num_choices(request, num_prompts, self.state.config.max_choices)
+            ids = await self.state.text.encode(texts, request.add_special_tokens is not False, "prompt")
+        else:
+            ids = self._ids(request, limits)
+            n = num_choices(request, len(ids), self.state.config.max_choices)
+        params = self.params(request, limits, logprobs)
+        names = ("max_tokens", "prompt")
+        prompts = [
+            self.prompt(one, request, params, limits, request.max_tokens, DEFAULT_MAX_TOKENS, names) for one in ids
+        ]
+        echo: list[str] = []
+        if request.echo:
+            shown = texts
+            if shown is None or request.truncate_prompt_tokens is not None:
+                shown = [await self.state.text.decode(p.ids, request.skip_special_tokens is not False) for p in prompts]
+            echo = [text for text in shown for _ in range(n)]
+        options = request.stream_options
+        return Job(
+            prompts=prompts,
+            n=n,
+            options=self.options(request, logprobs),
+            format=CompletionFormat(
+                self.head(),
+                self.state.text.tokenizer,
+                logprobs=logprobs,
+                usage_null=bool(options and options.include_usage),
+                token_ids=bool(request.return_token_ids),
+                echo=echo,
+            ),
+            stream=bool(request.stream),
+            include_usage=bool(options and options.include_usage),
+            continuous_usage=bool(options and options.continuous_usage_stats),
+            chunk_token_ids=bool(request.return_token_ids),
+            priority=ranged(request.priority, 0, "priority", -(2**31), 2**31 - 1),
+            cache_salt=request.cache_salt or "",
+            tenant=tenant or request.user or "",
+        )
+
+    def _texts(self, request: CompletionRequest) -> list[str] | None:
+        """The prompts if they are text, None if they are token ids."""
+        raw = bytes(request.prompt).lstrip()
+        if not raw or raw == b"null":
+            raise invalid("prompt: required", "prompt", "missing")
+        if raw[:1] == b'"':
+            return [decode_field(request.prompt, str, "prompt")]
+        if raw[:1] != b"[":
+            raise invalid("prompt: expected a string, strings, token ids or lists of token ids", "prompt")
+        if raw[1:].lstrip()[:1] == b'"':
+            return _bounded(decode_field(request.prompt, list[str], "prompt"))
+        return None
+
+    def _ids(self, request: CompletionRequest, limits: Limits) -> list[list[int]]:
+        start = bytes(request.prompt).lstrip()[1:].lstrip()[:1]
+        if start == b"[":
+            lists: list[list[int]] = _bounded(decode_field(request.prompt, list[list[int]], "prompt"))
+        else:
+            lists = [decode_field(request.prompt, list[int], "prompt")]
+        for index, ids in enumerate(lists):
+            name = f"prompt[{index}]" if start == b"[" else "prompt"
+            self.check_room(len(ids) if request.truncate_prompt_tokens is None else min(1, len(ids)), limits, "prompt")
+            check_ids(ids, name, limits.vocab_size)
+        return lists
+
+
+def _bounded(prompts: list[P]) -> list[P]:
+    if len(prompts) > MAX_PROMPTS:
+        raise invalid(f"prompt: {len(prompts)} prompts, at most {MAX_PROMPTS}", "prompt", "out_of_range")
+    return prompts

@@ -1,0 +1,121 @@
+"""What both generation endpoints do around their own fields: body, model, limits, sampling, then the generator."""
+
+from __future__ import annotations
+
+import secrets
+from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from protocol.messages import Limits, SamplingParams
+from services import schema
+from services.bodies import read_json_body
+from services.choice import TextOptions
+from services.errors import invalid, unavailable
+from services.formats import Head
+from services.generate import Generator, Job, Prompt
+from services.journal import Call
+from services.sampling import build_params, output_limit, room, seed_of, stop_strings
+from services.sse import DisconnectWatch
+from services.state import ApiState
+
+R = TypeVar("R", bound=schema.Sampling)
+
+
+class GenerationEndpoint(ABC, Generic[R]):
+    """An ASGI application for one POST route. Subclasses turn the body into a Job."""
+
+    request_type: type[R]
+    id_prefix = ""
+
+    def __init__(self, state: ApiState) -> None:
+        self.state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request. Raises ApiError or ClientGone for the middleware."""
+        state = self.state
+        if state.draining:
+            raise unavailable("The server is shutting down", "shutting_down")
+        body = await read_json_body(scope, receive, state.config.max_body_bytes)
+        call = Call(state.clock, scope["state"]["request_id"])
+        with DisconnectWatch(receive, call):
+            try:
+                job = await self._job(body, scope["state"].get("tenant", ""))
+                await Generator(state, call, job).run(receive, send)
+            finally:
+                state.engine.release(call)
+
+    async def _job(self, body: bytes, tenant: str) -> Job:
+        request, unknown = schema.decode(body, self.request_type)
+        self.state.note_unknown(unknown)
+        self.state.check_model(request.model)
+        if request.stream_options is not None and not request.stream:
+            raise invalid("stream_options: only allowed with stream", "stream_options")
+        if request.cache_salt == "":
+            raise invalid("cache_salt: must not be empty", "cache_salt")
+        return await self.prepare(request, await self.state.engine.chain.wait_for_limits(), tenant)
+
+    @abstractmethod
+    async def prepare(self, request: R, limits: Limits, tenant: str) -> Job:
+        """The job for a body; raises ApiError for anything that can't be served."""
+
+    # --- shared steps ---------------------------------------------------------------------------------------
+
+    def head(self) -> Head:
+        """A new answer's id, time and model."""
+        return Head(f"{self.id_prefix}-{secrets.token_hex(16)}", int(self.state.wall()), self.state.model)
+
+    def params(self, request: R, limits: Limits, logprobs: int) -> SamplingParams:
+        """Sampling parameters without a token limit, with a seed."""
+        seed = seed_of(request)
+        if seed is None:
+            seed = self.state.engine.draw_seed()
+        return build_params(request, self.state.defaults, limits, self.state.eos_token_ids, logprobs, seed)
+
+    def options(self, request: R, logprobs: int) -> TextOptions:
+        """How tokens become text."""
+        return TextOptions(
+            skip_special_tokens=request.skip_special_tokens is not False,
+            stop=stop_strings(request.stop),
+            include_stop=bool(request.include_stop_str_in_output),
+            logprobs=logprobs >= 0,
+        )
+
+    def prompt(
+        self,
+        ids: list[int],
+        request: R,
+        params: SamplingParams,
+        limits: Limits,
+        asked: int | None,
+        default: int | None,
+        names: tuple[str, str],
+    ) -> Prompt:
+        """A prompt with its limit; `names` are the fields of the limit and of the prompt."""
+        ids = self._truncate(ids, request.truncate_prompt_tokens, limits)
+        most = output_limit(asked, default, len(ids), limits, *names)
+        if params.min_tokens > most:
+            raise invalid(
+                f"min_tokens: {params.min_tokens} is more than the limit of {most} output tokens", "min_tokens"
+            )
+        return Prompt(ids, msgspec.structs.replace(params, max_tokens=most))
+
+    def _truncate(self, ids: list[int], keep: int | None, limits: Limits) -> list[int]:
+        """The last `keep` ids; -1 keeps what the model's context can hold with one output token."""
+        if keep is None:
+            return ids
+        if keep == -1:
+            keep = limits.max_model_len - 1
+        if not 1 <= keep <= limits.max_model_len:
+            raise invalid(
+                f"truncate_prompt_tokens: {keep} is neither -1 nor in [1, {limits.max_model_len}]",
+                "truncate_prompt_tokens",
+                "out_of_range",
+            )
+        return ids[-keep:]
+
+    def check_room(self, num_prompt: int, limits: Limits, param: str) -> None:
+        """ApiError 400 if a prompt of that many tokens can never run."""
+        room(num_prompt, limits, param)

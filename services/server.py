@@ -1,0 +1,174 @@
+"""Runs the HTTP server around the application: listening sockets, start, draining, stop, and the periodic log line."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import stat
+from collections.abc import Callable, Iterator
+
+import uvicorn
+import zmq
+
+from protocol.exposition import new_registry
+from protocol.process import StopSignal
+from services.app import build_app
+from services.config import ApiConfig
+from services.engine import Engine
+from services.errors import unavailable
+from services.metrics import ApiMetrics
+from services.sampling import Defaults, load_defaults
+from services.state import ApiState
+from services.text.chat_template import ChatTemplate
+from services.text.tokenizer import Tokenizer
+from services.textpool import TextPool
+
+log = logging.getLogger("triptych.api")
+
+BACKLOG = 2048
+CLOSE_WAIT_S = 2  # for connections to take their last bytes once everything is said
+DRAIN_POLL_S = 0.05
+
+
+class BindError(OSError):
+    """The HTTP address can't be listened on; says which and why."""
+
+
+def listen(config: ApiConfig) -> socket.socket:
+    """The bound listening socket of the HTTP server. Raises BindError."""
+    if config.uds:
+        return _listen_unix(config.uds)
+    try:
+        family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise BindError(f"can't listen on {config.host}:{config.port}: {error.strerror or error}") from error
+
+
+def _listen_unix(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if os.path.exists(path):
+            if not stat.S_ISSOCK(os.stat(path).st_mode):
+                raise BindError(f"can't listen on {path}: a file that is not a socket is in the way")
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.settimeout(0.5)
+                if probe.connect_ex(path) == 0:
+                    raise BindError(f"can't listen on {path}: another live process listens there")
+            os.unlink(path)
+        listener.bind(path)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise error if isinstance(error, BindError) else BindError(f"can't listen on {path}: {error}") from error
+    return listener
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its signal handlers: when to stop is decided here."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone."""
+        yield
+
+
+class ApiServer:
+    """One API process's server. `run` returns when it was stopped or the chain can't be joined."""
+
+    def __init__(self, config: ApiConfig, tokenizer: Tokenizer, template: ChatTemplate | None, keys: list[str]) -> None:
+        self.config = config
+        self.registry = new_registry("api")
+        self.metrics = ApiMetrics(self.registry, config.served_model_name)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._fatal = ""
+        self._stop: Callable[[], None] = lambda: None
+        defaults = load_defaults(config.model) if config.generation_config == "auto" else Defaults()
+        self.state = ApiState(
+            config=config,
+            engine=Engine(config, self.metrics, self._context, on_fatal=self._on_fatal),
+            text=TextPool(tokenizer, template, config.text_threads),
+            metrics=self.metrics,
+            defaults=defaults,
+        )
+        self._app = build_app(self.state, keys)
+
+    def _on_fatal(self, message: str) -> None:
+        self._fatal = message
+        self._stop()
+
+    async def run(
+        self, listener: socket.socket, stop: StopSignal, *, on_listening: Callable[[], None] = lambda: None
+    ) -> int:
+        """Serve until `stop` is requested; then drain. Returns the exit code: 1 if the scheduler can't be spoken with."""
+        server = _Uvicorn(
+            uvicorn.Config(
+                self._app,
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=self.config.keep_alive_s,
+                timeout_graceful_shutdown=CLOSE_WAIT_S,
+            )
+        )
+        loop = asyncio.get_running_loop()
+        stopping = asyncio.Event()
+        self._stop = stopping.set
+        loop.add_reader(stop.fileno(), stopping.set)
+        self.state.engine.start()
+        logger = loop.create_task(self._log_periodically())
+        serving = loop.create_task(server.serve(sockets=[listener]))
+        on_listening()
+        try:
+            await asyncio.wait({serving, loop.create_task(stopping.wait())}, return_when=asyncio.FIRST_COMPLETED)
+            loop.remove_reader(stop.fileno())
+            if self._fatal:
+                log.error("%s", self._fatal)
+            elif not serving.done():
+                await self._drain()
+            self.state.engine.fail_all(unavailable("The server is shutting down", "shutting_down"))
+            server.should_exit = True
+            await serving
+        finally:
+            logger.cancel()
+            self.state.engine.close()
+            self.state.text.close()
+            self._context.term()
+        return 1 if self._fatal else 0
+
+    async def _drain(self) -> None:
+        """Refuse new requests, let the running ones end within the grace."""
+        state, grace = self.state, self.config.shutdown_grace_s
+        state.draining = True
+        log.info("stopping: %d requests may run on for %g s", state.engine.num_live(), grace)
+        deadline = state.clock() + grace
+        while state.engine.calls and state.clock() < deadline:
+            await asyncio.sleep(DRAIN_POLL_S)
+
+    async def _log_periodically(self) -> None:
+        interval = self.config.log_interval_s
+        if interval <= 0:
+            return
+        before = (0.0, 0.0)
+        while True:
+            await asyncio.sleep(interval)
+            now = self.metrics.token_counts()
+            if now == before and not self.state.engine.num_live():
+                continue  # an idle server writes no log
+            status = self.state.engine.chain.status
+            log.info(
+                "%d requests here (%s running, %s waiting), prompt %.1f tokens/s, generation %.1f tokens/s, KV %.1f %%",
+                self.state.engine.num_live(),
+                status.running if status else "?",
+                status.waiting if status else "?",
+                (now[0] - before[0]) / interval,
+                (now[1] - before[1]) / interval,
+                100 * status.kv_usage if status else 0.0,
+            )
+            before = now

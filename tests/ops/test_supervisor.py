@@ -1,0 +1,266 @@
+"""The supervisor with small real child processes: start, restart, giving up, stopping in order, leaving nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from harness import ROOT, wait_until
+
+from protocol.process import EXIT_REPLACED
+
+# One supervisor over programs that the test names: `role=code` pairs, in start order.
+HOST = """
+import os, sys, threading
+from ops.child import Program
+from ops.supervisor import RestartPolicy, Supervisor
+place = sys.argv[1]
+programs = []
+for pair in sys.argv[2:]:
+    role, code = pair.split("=", 1)
+    environment = {**os.environ, "PLACE": place, "PYTHONUNBUFFERED": "1"}
+    grace = float(os.environ["GRACE"])
+    programs.append(Program(role, [sys.executable, "-c", code], environment, {"AGAIN": "1"}, grace))
+supervisor = Supervisor(
+    programs,
+    write=lambda text: print(text, flush=True),
+    probe=lambda: os.path.exists(place + "/ready"),
+    on_ready=lambda seconds: print("READY", flush=True),
+    policy=RestartPolicy(limit=3, backoff_s=0.05, stable_after_s=5.0, start_timeout_s=float(os.environ["START"])),
+    cleanup=lambda: open(place + "/cleaned", "w").close(),
+)
+sys.exit(supervisor.run())
+"""
+
+UP = """
+import os, select, signal, sys
+from protocol.process import StopSignal, die_with_parent
+die_with_parent()
+with StopSignal() as stop:
+    print("up", os.getpid(), os.environ.get("AGAIN", ""))
+    open(os.environ["PLACE"] + "/ready", "w").close()
+    select.select([stop], [], [])
+    print("bye")
+"""
+DRAINS = """
+import os, select, threading
+from protocol.process import StopSignal
+with StopSignal() as stop:
+    print("up", os.getpid())
+    open(os.environ["PLACE"] + "/ready", "w").close()
+    select.select([stop], [], [])
+    print("draining")
+    while not os.path.exists(os.environ["PLACE"] + "/drained"):
+        threading.Event().wait(0.01)
+    print("bye")
+"""
+STUBBORN = """
+import os, signal, subprocess, sys, threading
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"])
+print("up", os.getpid(), child.pid)
+open(os.environ["PLACE"] + "/ready", "w").close()
+threading.Event().wait()
+"""
+
+
+class Host:
+    """A supervisor process of a test and what it prints."""
+
+    def __init__(self, place: Path, programs: dict[str, str], start_timeout_s: float, stop_grace_s: float) -> None:
+        self.place = place
+        self._log = place / "log"
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", HOST, str(place), *(f"{role}={code}" for role, code in programs.items())],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env={**os.environ, "START": str(start_timeout_s), "GRACE": str(stop_grace_s), "HOST_MARK": place.name},
+            )
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def lines(self, role: str) -> list[str]:
+        return [line.partition("| ")[2] for line in self.log().splitlines() if line.strip().startswith(role + " |")]
+
+    def until(self, text: str, count: int = 1) -> None:
+        wait_until(lambda: self.log().count(text) >= count, 30, f"{text!r} in:\n{self.log()}")
+
+    def pid_of(self, role: str) -> int:
+        return int([line for line in self.lines(role) if line.startswith("up")][-1].split()[1])
+
+    def alive(self) -> list[int]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("HOST_MARK") == self.place.name and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process.pid)
+            except psutil.Error:
+                continue
+        return found
+
+    def end(self) -> int:
+        code = self.process.wait(30)
+        wait_until(lambda: not self.alive(), 10, "the end of all children")
+        return code
+
+
+@pytest.fixture
+def supervise(runtime_dir: Path) -> Iterator[Callable[..., Host]]:
+    hosts = []
+
+    def start(start_timeout_s: float = 60.0, stop_grace_s: float = 1.0, **programs: str) -> Host:
+        dedented = {role: textwrap.dedent(code) for role, code in programs.items()}
+        hosts.append(Host(runtime_dir, dedented, start_timeout_s, stop_grace_s))
+        return hosts[-1]
+
+    yield start
+    for host in hosts:
+        for pid in host.alive():
+            os.kill(pid, signal.SIGKILL)
+        host.process.wait(10)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_all_in_reverse_order_and_cleanly(supervise: Callable[..., Host], signum: signal.Signals) -> None:
+    host = supervise(runner=UP, api=UP)
+    host.until("READY")
+    host.until("| up", 2)
+    host.process.send_signal(signum)
+    assert host.end() == 0
+    said = [line.split("|")[0].strip() for line in host.log().splitlines() if line.endswith("bye")]
+    assert said == ["api", "runner"]
+    assert (host.place / "cleaned").exists()
+
+
+def test_a_child_that_dies_is_started_again_with_its_restart_settings(supervise: Callable[..., Host]) -> None:
+    host = supervise(runner=UP, scheduler=UP)
+    host.until("| up", 2)
+    host.until("READY")
+    runner = host.pid_of("runner")
+    os.kill(host.pid_of("scheduler"), signal.SIGKILL)
+    host.until("| up", 3)
+    assert host.lines("scheduler")[-1].endswith(" 1")
+    assert "scheduler was killed by SIGKILL" in host.log()
+    assert host.pid_of("runner") == runner
+    assert psutil.pid_exists(runner)
+    host.process.send_signal(signal.SIGTERM)
+    assert host.end() == 0
+
+
+def test_a_child_that_somebody_else_ended_cleanly_is_started_again(supervise: Callable[..., Host]) -> None:
+    host = supervise(api=UP)
+    host.until("READY")
+    host.until("| up")
+    os.kill(host.pid_of("api"), signal.SIGTERM)
+    host.until("| up", 2)
+    host.process.send_signal(signal.SIGTERM)
+    assert host.end() == 0
+
+
+def test_a_child_that_keeps_failing_ends_all_with_its_last_words(supervise: Callable[..., Host]) -> None:
+    host = supervise(runner=UP, api="print('no such thing'); raise SystemExit(7)")
+    assert host.end() == 1
+    assert host.lines("api") == ["no such thing"] * 3
+    assert "giving up: api failed 3 times in a row; it exited with status 7" in host.log()
+    assert "its last words: no such thing" in host.log()
+    assert host.lines("runner")[-1] == "bye"
+
+
+def test_refused_settings_are_not_tried_again(supervise: Callable[..., Host]) -> None:
+    host = supervise(runner=UP, api="print('--port: got x'); raise SystemExit(2)")
+    assert host.end() == 2
+    assert host.lines("api") == ["--port: got x"]
+    assert "its last words: --port: got x" in host.log()
+
+
+def test_a_start_that_takes_too_long_ends_all(supervise: Callable[..., Host]) -> None:
+    host = supervise(start_timeout_s=0.5, runner="import threading; threading.Event().wait()")
+    assert host.end() == 1
+    assert "giving up: not ready after 0.5 s" in host.log()
+
+
+def test_a_child_that_ignores_sigterm_is_killed_with_what_it_started(supervise: Callable[..., Host]) -> None:
+    host = supervise(runner=UP, api=STUBBORN)
+    host.until("READY")
+    host.until("| up", 2)
+    host.process.send_signal(signal.SIGTERM)
+    assert host.end() == 1
+    assert "api did not end within 1 s, killing it" in host.log()
+    assert host.lines("runner")[-1] == "bye"
+
+
+def test_a_death_elsewhere_does_not_cut_the_draining_of_another(supervise: Callable[..., Host]) -> None:
+    host = supervise(stop_grace_s=20.0, runner=UP, api=DRAINS)
+    host.until("READY")
+    host.until("| up", 2)
+    host.process.send_signal(signal.SIGTERM)
+    host.until("draining")
+    os.kill(host.pid_of("runner"), signal.SIGKILL)
+    host.until("runner was killed by SIGKILL (out of memory?) while stopping")
+    (host.place / "drained").touch()
+    assert host.end() == 1
+    assert host.lines("api")[-1] == "bye"
+
+
+def test_the_second_signal_ends_all_at_once_and_still_cleans_up(supervise: Callable[..., Host]) -> None:
+    host = supervise(runner=STUBBORN)
+    host.until("READY")
+    host.until("| up")
+    host.process.send_signal(signal.SIGINT)
+    host.until("stopping")
+    host.process.send_signal(signal.SIGINT)
+    assert host.end() == 130
+    assert (host.place / "cleaned").exists()
+
+
+def test_children_die_with_a_killed_supervisor(supervise: Callable[..., Host]) -> None:
+    host = supervise(runner=UP, api=UP)
+    host.until("| up", 2)
+    host.process.kill()
+    host.end()
+
+
+def test_a_child_that_was_replaced_is_not_started_again(supervise: Callable[..., Host]) -> None:
+    host = supervise(runner=UP, scheduler=UP + f"raise SystemExit({EXIT_REPLACED})")
+    host.until("READY")
+    host.until("| up", 2)
+    os.kill(host.pid_of("scheduler"), signal.SIGTERM)
+    host.until("scheduler was replaced")
+    assert len(host.lines("scheduler")) == 2
+    host.process.send_signal(signal.SIGTERM)
+    assert host.end() == 0
+
+
+def test_every_line_is_passed_on_and_redrawn_progress_is_not_repeated(supervise: Callable[..., Host]) -> None:
+    code = """
+    import sys, threading
+    for number in range(3000): print("line", number)
+    for part in range(100): sys.stdout.write(f"\\rload {part} %"); sys.stdout.flush()
+    print("\\nhalf", end="")
+    """
+    host = supervise(api=code + "raise SystemExit(2)")
+    assert host.end() == 2
+    lines = host.lines("api")
+    assert [line for line in lines if line.startswith("line")] == [f"line {number}" for number in range(3000)]
+    assert lines[-2:] == ["load 99 %", "half"]
+
+
+def test_a_supervisor_with_nothing_to_do_does_nothing(supervise: Callable[..., Host]) -> None:
+    host = supervise(runner=UP)
+    host.until("READY")
+    supervisor = psutil.Process(host.process.pid)
+    wait_until(lambda: supervisor.num_threads() == 1, 10, "the end of the readiness thread")
+    before = supervisor.num_ctx_switches().voluntary
+    host.place.joinpath("beat").touch()
+    with pytest.raises(AssertionError):
+        wait_until(lambda: supervisor.num_ctx_switches().voluntary > before + 5, 1.0, "the supervisor to wake up")
