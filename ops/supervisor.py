@@ -19,6 +19,7 @@ from protocol.process import EXIT_REPLACED, StopSignal
 
 EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
 PROBE_INTERVAL_S = 0.1
+SIGNAL_ECHO_S = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class Supervisor:
     def run(self) -> int:
         """Supervise until all has ended; the exit code. Call in the main thread."""
         signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        with StopSignal(signals, on_second=self._kill_now) as stop:
+        with StopSignal(signals, on_second=self._kill_now, echo_s=SIGNAL_ECHO_S) as stop:
             self._selector.register(stop, selectors.EVENT_READ, self._stop_requested)
             self._selector.register(self._probe_reader, selectors.EVENT_READ, self._probed)
             try:

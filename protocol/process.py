@@ -12,6 +12,7 @@ import signal
 import socket
 import stat
 import sys
+import time
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -20,6 +21,7 @@ PARENT_ENV = "TRIPTYCH_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
 _LEVELS = ("debug", "info", "warning", "error")
 FORCED_EXIT = 130
+_supervised = False
 EXIT_REPLACED = 4
 """Exit status of a process that ended because another took its place: a supervisor must not start it again."""
 
@@ -29,19 +31,18 @@ class PrivateDirError(OSError):
 
 
 def setup_logging(role: str, level: str = "info") -> None:
-    """Send this process's log to stderr, one line per record: `12:00:01 scheduler W triptych.link: …`."""
+    """Send this process's log to stderr, one line per record: `12:00:01 scheduler W triptych.link: …`.
+
+    Under a supervisor, which puts the role before every line, the role is left out. ValueError for an unknown level.
+    """
     if level.lower() not in _LEVELS:
         raise ValueError(f"log level {level!r}: expected one of {', '.join(_LEVELS)}")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_LineFormatter(role))
+    shown = "" if _supervised else f"{role} "
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {shown}%(levelname).1s %(name)s: %(message)s", "%H:%M:%S"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-
-
-class _LineFormatter(logging.Formatter):
-    def __init__(self, role: str) -> None:
-        super().__init__(f"%(asctime)s {role} %(levelname).1s %(name)s: %(message)s", datefmt="%H:%M:%S")
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
@@ -51,11 +52,13 @@ def die_with_parent(parent_pid: int | None = None) -> None:
     before this call, no signal will come, so the process exits at once. Without either, nothing is tied to anything:
     a process started by hand lives on. Call it in the main thread, first thing. (Linux; elsewhere only the check.)
     """
+    global _supervised
     if parent_pid is None:
         expected = os.environ.pop(PARENT_ENV, "")  # not for our own children, whose parent is this process
         if not expected.isdigit():
             return
         parent_pid = int(expected)
+        _supervised = True
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
@@ -70,7 +73,8 @@ class StopSignal:
     """SIGTERM and SIGINT as a flag and a descriptor that becomes readable, so that a poll loop wakes up.
 
     The first signal asks for an orderly end; the second calls `on_second` (default: nothing) and exits at once with
-    status 130. Use as a context manager in the main thread (Python delivers signals there only); leaving it puts the
+    status 130. A repetition within `echo_s` seconds is taken for the same signal: `timeout` and others send each one to
+    a process and to its group. Use as a context manager in the main thread (Python delivers signals there only); leaving it puts the
     former handlers back.
     """
 
@@ -78,9 +82,14 @@ class StopSignal:
         self,
         signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
         on_second: Callable[[], None] | None = None,
+        echo_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._signals = signals
         self._on_second = on_second
+        self._echo_s = echo_s
+        self._clock = clock
+        self._first_at = 0.0
         self.requested = False
         self.signum: int | None = None
         self._reader, self._writer = socket.socketpair()
@@ -117,12 +126,15 @@ class StopSignal:
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self.signum is not None:
+            if self._clock() - self._first_at < self._echo_s:
+                return
             try:
                 if self._on_second is not None:
                     self._on_second()
             finally:
                 os._exit(FORCED_EXIT)
         self.signum = signum
+        self._first_at = self._clock()
         self.request()
 
 

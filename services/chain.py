@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 from protocol.channels import ClientChannel
 from protocol.messages import Limits, SchedulerStatus
@@ -19,7 +20,7 @@ RETRY_AFTER_S = 5
 class Chain:
     """The state of scheduler and runner as seen through one link."""
 
-    def __init__(self, config: ApiConfig, channel: ClientChannel[object], clock: Callable[[], float]) -> None:
+    def __init__(self, config: ApiConfig, channel: ClientChannel[Any], clock: Callable[[], float]) -> None:
         self.limits: Limits | None = None
         self.status: SchedulerStatus | None = None
         self._config = config

@@ -207,21 +207,7 @@ class Engine:
             if generation.id in self._stopping:
                 generation.released = True  # counted when its costs arrive
             else:
-                self._count(generation)
-
-    def _count(self, generation: Generation) -> None:
-        metrics, finished = self._metrics, generation.finished
-        outcome = generation.outcome or ("error" if generation.error is not None else "aborted")
-        metrics.finished[outcome].inc()
-        metrics.prompt_tokens.inc(generation.num_prompt_tokens)
-        if finished is not None:
-            metrics.cached_tokens.inc(finished.num_cached_tokens)
-            metrics.queue.observe(finished.queue_ns / 1e9)
-        if generation.outcome:
-            metrics.end_to_end.observe(self._clock() - generation.arrived)
-            count = len(generation.tokens)
-            if count > 1:
-                metrics.per_output_token.observe((generation.last_token - generation.first_token) / (count - 1))
+                self._metrics.generation_over(generation, self._clock())
 
     def fail_all(self, error: ApiError) -> None:
         """End every live generation with `error`."""
@@ -408,7 +394,7 @@ class Engine:
         self._stopping.pop(generation.id, None)
         generation.finished = finished or Finished(generation.id, RequestStatus.STOPPED)
         if generation.released:
-            self._count(generation)
+            self._metrics.generation_over(generation, self._clock())
         else:
             generation.touch()
 

@@ -12,12 +12,23 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5)
-TOKEN_SECONDS += (0.75, 1.0, 2.5, 5.0, 10.0)
-FIRST_SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
-FIRST_SECONDS += (80.0, 160.0, 640.0)
-REQUEST_SECONDS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0)
-REQUEST_SECONDS += (240.0, 480.0, 960.0, 1920.0)
+from services.journal import Generation
+
+# Buckets in seconds: from a tiny model on a fast device (1 ms a token) to a large one under load.
+# fmt: off
+TOKEN_SECONDS = (
+    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0,
+    2.5, 5.0, 10.0,
+)
+FIRST_SECONDS = (
+    0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    160.0, 640.0,
+)
+REQUEST_SECONDS = (
+    0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0,
+    960.0, 1920.0,
+)
+# fmt: on
 
 
 class FastHistogram(Collector):
@@ -150,6 +161,21 @@ class ApiMetrics:
     def gauge(self, name: str, help: str, read: Callable[[], float]) -> None:
         """Export `read()` as `triptych_api_<name>`. It is called from the scraping thread."""
         self._gauges.sources.append((f"triptych_api_{name}", help, read))
+
+    def generation_over(self, generation: Generation, now: float) -> None:
+        """Count one generation's end; call it once for each."""
+        finished = generation.finished
+        outcome = generation.outcome or ("error" if generation.error is not None else "aborted")
+        self.finished[outcome].inc()
+        self.prompt_tokens.inc(generation.num_prompt_tokens)
+        if finished is not None:
+            self.cached_tokens.inc(finished.num_cached_tokens)
+            self.queue.observe(finished.queue_ns / 1e9)
+        if generation.outcome:
+            self.end_to_end.observe(now - generation.arrived)
+            count = len(generation.tokens)
+            if count > 1:
+                self.per_output_token.observe((generation.last_token - generation.first_token) / (count - 1))
 
     def request_done(self, endpoint: str, status: int) -> None:
         """Count one answered HTTP request."""

@@ -69,7 +69,7 @@ def _request_id(scope: Scope) -> str:
     """The client's own id if it is short and printable, else a new one."""
     for name, value in scope["headers"]:
         if name == b"x-request-id":
-            text = value.decode("latin-1")
+            text: str = value.decode("latin-1")
             if 0 < len(text) <= MAX_REQUEST_ID and text.isascii() and text.isprintable():
                 return text
     return secrets.token_hex(16)

@@ -103,7 +103,7 @@ class ApiServer:
     async def run(
         self, listener: socket.socket, stop: StopSignal, *, on_listening: Callable[[], None] = lambda: None
     ) -> int:
-        """Serve until `stop` is requested; then drain. Returns the exit code: 1 if the scheduler can't be spoken with."""
+        """Serve until `stop` is requested, then drain. Returns the exit code: 1 if the scheduler refused this build."""
         server = _Uvicorn(
             uvicorn.Config(
                 self._app,
@@ -124,9 +124,10 @@ class ApiServer:
         self.state.engine.start()
         logger = loop.create_task(self._log_periodically())
         serving = loop.create_task(server.serve(sockets=[listener]))
+        waiting = loop.create_task(stopping.wait())
         on_listening()
         try:
-            await asyncio.wait({serving, loop.create_task(stopping.wait())}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
             loop.remove_reader(stop.fileno())
             if self._fatal:
                 log.error("%s", self._fatal)
@@ -137,6 +138,7 @@ class ApiServer:
             await serving
         finally:
             logger.cancel()
+            waiting.cancel()
             self.state.engine.close()
             self.state.text.close()
             self._context.term()

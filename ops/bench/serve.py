@@ -102,7 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="triptych bench serve",
         description="Drives an OpenAI-compatible server with streaming requests and reports latency and throughput.",
         epilog=DEFINITIONS,
-        formatter_class=_Formatter,
+        formatter_class=Formatter,
     )
     server = parser.add_argument_group("server")
     server.add_argument("--base-url", default="http://127.0.0.1:8000", help="address without the /v1 path")
@@ -148,7 +148,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Defaults in the help, the definitions as they are written."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
@@ -188,7 +188,8 @@ def plan_arrivals(options: argparse.Namespace, dataset: Dataset) -> list[float]:
     """When each request is due (seconds): a given rate, else the trace's own times, else all at once."""
     if options.request_rate is None and isinstance(dataset, TraceDataset):
         return [row.at_s for row in dataset.rows]
-    return arrival_times(len(dataset), options.request_rate or math.inf, options.burstiness, options.seed).tolist()
+    rate = options.request_rate or math.inf
+    return list(map(float, arrival_times(len(dataset), rate, options.burstiness, options.seed)))
 
 
 async def wait_ready(client: HttpClient, timeout_s: float) -> str:
@@ -281,7 +282,9 @@ def main(argv: Sequence[str]) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    config = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    config: dict[str, Any] = {
+        name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()
+    }
     config["goodput"] = dict(options.goodput)
     report = reports.build_report(
         result, percentiles=options.percentiles, slos=config["goodput"], config=_finite(config)

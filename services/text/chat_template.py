@@ -133,9 +133,8 @@ class ChatTemplate:
     def _probe(self, name: str, role: str, content: Any) -> str | None:
         """A small conversation whose message of this role has this content; None if the probe isn't in the result."""
         probe = {"role": role, "content": content}
-        other = "parts" if isinstance(content, list) else "string"
         hello: dict[str, Any] = {"role": "user", "content": "hello"}
-        if other == "parts" and role != "user" and self._format(name, "user") == "parts only":
+        if role != "user" and self._format(name, "user") == "parts only":
             hello["content"] = [{"type": "text", "text": "hello"}]
         call = {"type": "function", "id": "call00001", "function": {"name": "f", "arguments": {}}}
         called = {"role": "assistant", "content": "", "tool_calls": [call]}

@@ -136,7 +136,8 @@ def _templates(path: Path, settings: dict[str, Any]) -> dict[str, str]:
     if isinstance(given, str):
         templates = {"default": given}
     else:
-        templates = {entry["name"]: entry["template"] for entry in given or []}
+        named = given if isinstance(given, list) else []
+        templates = {str(entry.get("name")): str(entry.get("template")) for entry in named if isinstance(entry, dict)}
     if isinstance(legacy := _json(path / "chat_template.json").get("chat_template"), str):
         templates["default"] = legacy
     files = sorted((path / "additional_chat_templates").glob("*.jinja"))

@@ -19,7 +19,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MAX_TURNS = 1_000_000  # loop turns and macro calls of one rendering; about a second of work
+MAX_TURNS = 1_000_000  # loop turns of one rendering, about half a second of work
+MACRO_COST = 25  # turns; the sandbox checks every call
 MAX_CHARACTERS = 64_000_000  # of one rendering's result, and of what one operator may build
 MAX_EXPONENT = 64
 
@@ -28,6 +29,8 @@ class TemplateError(ValueError):
     """The conversation can't be rendered; the message, often the template's own, is meant for the client."""
 
 
+_UNSUITED = "the chat template can't render these messages"
+
 _turns_left: ContextVar[int] = ContextVar("triptych_template_turns_left", default=MAX_TURNS)
 
 
@@ -35,8 +38,8 @@ _SPEND = "triptych_spend"
 
 
 @jinja2.pass_context  # asking for the context keeps the compiler from folding the call into a constant
-def _spend(_context: Any, _value: Any) -> None:
-    left = _turns_left.get() - 1
+def _spend(_context: Any, turns: int) -> None:
+    left = _turns_left.get() - turns
     _turns_left.set(left)
     if left < 0:
         raise jinja2.TemplateRuntimeError(f"the chat template takes more than {MAX_TURNS} loop turns")
@@ -48,7 +51,8 @@ def _bounded(template: nodes.Template) -> nodes.Template:
     The payment is a filter, because the sandbox checks calls, which costs 20 times as much.
     """
     for node in list(template.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
-        pay = nodes.ExprStmt(nodes.Filter(nodes.Const(None), _SPEND, [], [], None, None), lineno=node.lineno)
+        cost = nodes.Const(1 if isinstance(node, nodes.For) else MACRO_COST)
+        pay = nodes.ExprStmt(nodes.Filter(cost, _SPEND, [], [], None, None), lineno=node.lineno)
         node.body.insert(0, pay)  # type: ignore[attr-defined]
     return template
 
@@ -158,13 +162,15 @@ class CompiledTemplate:
                 parts.append(part)
         except TemplateError:
             raise
+        except jinja2.UndefinedError as error:
+            raise TemplateError(f"{_UNSUITED}: {error.message}") from error
         except jinja2.TemplateError as error:
             raise TemplateError(error.message or type(error).__name__) from error
         except RecursionError as error:
             raise TemplateError("the chat template calls itself without end") from error
         except Exception as error:
             # Python's own errors inside a template (list + str, a missing key): the conversation doesn't suit it.
-            raise TemplateError(f"the chat template can't render these messages: {error}") from error
+            raise TemplateError(f"{_UNSUITED}: {error}") from error
         finally:
             _turns_left.reset(token)
         return "".join(parts)

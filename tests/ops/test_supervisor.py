@@ -218,9 +218,23 @@ def test_the_second_signal_ends_all_at_once_and_still_cleans_up(supervise: Calla
     host.until("| up")
     host.process.send_signal(signal.SIGINT)
     host.until("stopping")
-    host.process.send_signal(signal.SIGINT)
+
+    def ended() -> bool:
+        host.process.send_signal(signal.SIGINT)
+        return host.process.poll() is not None
+
+    wait_until(ended, 20, "the end after another signal")
     assert host.end() == 130
     assert (host.place / "cleaned").exists()
+
+
+def test_one_signal_that_arrives_twice_at_once_is_one(supervise: Callable[..., Host]) -> None:
+    host = supervise(runner=UP)
+    host.until("READY")
+    host.until("| up")
+    for _ in range(2):
+        host.process.send_signal(signal.SIGTERM)
+    assert host.end() == 0
 
 
 def test_children_die_with_a_killed_supervisor(supervise: Callable[..., Host]) -> None:

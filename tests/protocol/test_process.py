@@ -74,6 +74,17 @@ def test_a_stop_requested_from_inside_wakes_the_poller_too() -> None:
     stop.request()
 
 
+def test_an_echo_of_a_signal_is_not_a_second_one() -> None:
+    seconds = []
+    now = 100.0
+    with StopSignal(on_second=lambda: seconds.append(now), echo_s=0.5, clock=lambda: now) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        now = 100.4
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+        assert seconds == []
+
+
 def test_the_second_signal_ends_a_process_that_is_stuck_in_its_shutdown() -> None:
     with start(WAITER) as process:
         assert process.stdout is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,3 +95,40 @@ class PagedRows:
 def paged_rows() -> Callable[[Decoder, int, int], PagedRows]:
     """`paged_rows(decoder, rows, max_length)`."""
     return PagedRows
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Callable[..., Any]:
+    """`tiny_model("llama", tie_word_embeddings=True, …)`: a small transformers model, all its weights random."""
+    import transformers
+
+    classes = {
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    }
+
+    def make(family: str, **overrides: Any) -> Any:
+        config_class, model_class = classes[family]
+        sizes = {
+            "vocab_size": 96,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 128,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+        model = model_class(config_class(**{**sizes, **overrides})).eval()
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            # Biases and norms too: the library starts them at 0 and 1, where a dropped or swapped one would not show.
+            for name, parameter in model.named_parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(1 + 0.3 * noise if name.endswith("norm.weight") else 0.3 * noise)
+        return model
+
+    return make

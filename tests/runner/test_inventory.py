@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from tests.runner.kit import new, random_hash, sim, step
 
 from protocol.columns import i32
 from runner.inventory import Inventory
+from tests.runner.kit import new, random_hash, sim, step
 
 
 def held(inventory: Inventory) -> dict[int, bytes]:

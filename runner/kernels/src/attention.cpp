@@ -123,60 +123,110 @@ const T* key_at(const Step<T>& step, int row, int kv_head, int position) {
     return step.pool + 2 * page * plane + (int64_t(position % step.page_size) * step.kv_heads + kv_head) * step.head_dim;
 }
 
-// Pages are scattered, and a head's part of a token is a line or two: no hardware prefetcher follows that.
+// Fetches a share of what heads first .. first + count of a row hold at positions begin .. end. Pages are scattered and a
+// head's part of a token is a line or two: no hardware prefetcher follows that.
 template <typename T>
-void prefetch(const Step<T>& step, int row, int kv_head, int begin, int end) {
+void prefetch(const Step<T>& step, int row, int first, int count, int begin, int end) {
     const int64_t plane = int64_t(step.page_size) * step.kv_heads * step.head_dim;
-    for (int position = begin; position < std::min(end, begin + kBlock); position++) {
-        const T* key = key_at(step, row, kv_head, position);
-        for (int d = 0; d < step.head_dim; d += 64 / int(sizeof(T))) {
-            __builtin_prefetch(key + d);
-            __builtin_prefetch(key + plane + d);
+    for (int position = begin; position < end && 0; position++) {
+        const T* key = key_at(step, row, first, position);
+        for (int i = 0; i < count * step.head_dim; i += 64 / int(sizeof(T))) {
+            __builtin_prefetch(key + i, 0, 2);
+            __builtin_prefetch(key + plane + i, 0, 2);
         }
     }
 }
 
+// Consecutive tokens of a row, times the query heads of `heads` key/value heads from `head` on. Query i is
+// (head, token, query head within the group), in this order.
 template <typename T>
-struct Unit {
+class Unit {
+  public:
+    Unit(const Step<T>& step, int unit, int head, int heads, Scratch& scratch)
+        : step(step), row(step.unit_rows[unit]), first(step.unit_firsts[unit]), head(head), heads(heads) {
+        const int length = step.qo_indptr[row + 1] - step.qo_indptr[row];
+        const int count = std::min(step.unit_tokens, length - first);
+        start = step.seq_lens[row] - length + first;
+        end = start + count;
+        rows = count * step.group;
+        columns = (step.head_dim + kPanel - 1) / kPanel * kPanel;
+        const size_t dim = step.head_dim, all = size_t(heads) * rows;
+        scratch.reset(
+            64 * 8 + sizeof(T) * (all * dim + kBlock * (dim + columns + kTileRows) + dim) +
+            all * (columns * sizeof(float) + sizeof(float) + sizeof(f32x16))
+        );
+        queries = scratch.take<T>(all * dim);
+        keys = scratch.take<T>(kBlock * dim);
+        values = scratch.take<T>(kBlock * columns);
+        weights = scratch.take<T>(kTileRows * kBlock);
+        zeros = scratch.take<T>(dim);
+        sums = scratch.take<float>(all * columns);
+        top = scratch.take<float>(all);
+        totals = scratch.take<f32x16>(all);
+        std::memset(zeros, 0, dim * sizeof(T));
+        if (columns > step.head_dim) std::memset(values, 0, kBlock * columns * sizeof(T));
+    }
+
+    void run() {
+        const int all = heads * rows, dim = step.head_dim, tiles = (rows + kTileRows - 1) / kTileRows;
+        const int64_t q_heads = int64_t(step.kv_heads) * step.group;
+        for (int i = 0; i < all; i++) {
+            std::memcpy(queries + i * dim, step.q + token(i) * step.q_stride + q_head(i) * dim, dim * sizeof(T));
+            top[i] = -std::numeric_limits<float>::infinity();
+            totals[i] = f32x16{};
+        }
+        std::fill(sums, sums + all * columns, 0.0f);
+        for (block = 0; block < end; block += kBlock) {
+            panels = std::min(2, (end - block + kPanel - 1) / kPanel);
+            for (int h = 0; h < heads; h++) {
+                gather(head + h);
+                // The next block of all heads, in as many shares as there are heads to hide them behind.
+                const int ahead = block + kBlock, left = std::min(kBlock, end - ahead);
+                prefetch(step, row, head, heads, ahead + left * h / heads, ahead + left * (h + 1) / heads);
+                for (int t = 0; t < tiles; t++) {
+                    const int base = rows * t / tiles;
+                    attend_of(rows * (t + 1) / tiles - base, h * rows + base);
+                }
+            }
+        }
+        for (int i = 0; i < all; i++) {
+            const float scale = 1.0f / sum_lanes(totals[i]);
+            T* out = step.out + (token(i) * q_heads + q_head(i)) * dim;
+            for (int d = 0; d < dim; d += kLanes) store16(out + d, load16(sums + i * columns + d) * scale);
+        }
+    }
+
+  private:
     const Step<T>& step;
-    int row, kv_head, first, count;  // tokens first .. first + count of the row
-    int start;                       // position of the first
+    const int row, first, head, heads;
+    int start, end;    // positions: of the first token, and past the last
+    int rows;          // queries of one key/value head
+    int columns;       // head_dim rounded up to whole panels
+    int block, panels; // first position and 32-key panels of the present block
     T *queries, *keys, *values, *weights, *zeros;
-    float *sums;             // [count * group][columns]: unnormalised outputs
-    float *top;              // [count * group]: running maximum
-    f32x16* totals;          // [count * group]: running sum of weights, by lane
-    int columns;             // head_dim rounded up to a panel
-    int panels;              // of keys in the present block
-    int block;               // its first position
+    float* sums;     // [heads * rows][columns]: outputs before normalising
+    float* top;      // [heads * rows]: running maximum
+    f32x16* totals;  // [heads * rows]: running sum of weights, by lane
 
-    const T* query(int i) const {
-        int token = step.qo_indptr[row] + first + i / step.group;
-        return step.q + token * step.q_stride + (kv_head * step.group + i % step.group) * step.head_dim;
-    }
+    int64_t token(int i) const { return step.qo_indptr[row] + first + i % rows / step.group; }
 
-    T* output(int i) const {
-        int64_t token = step.qo_indptr[row] + first + i / step.group;
-        int64_t heads = int64_t(step.kv_heads) * step.group;
-        return step.out + (token * heads + kv_head * step.group + i % step.group) * step.head_dim;
-    }
+    int64_t q_head(int i) const { return (head + i / rows) * step.group + i % step.group; }
 
-    void gather(int end) {
+    void gather(int kv_head) {
         const int64_t plane = int64_t(step.page_size) * step.kv_heads * step.head_dim;
-        panels = std::min(2, (end - block + kPanel - 1) / kPanel);
         for (int p = 0; p < panels; p++) {
             const T *key[kPanel], *value[kPanel];
             for (int i = 0; i < kPanel; i++) {
                 const int position = block + p * kPanel + i;
-                key[i] = value[i] = zeros;
-                if (position >= end) continue;
-                key[i] = key_at(step, row, kv_head, position);
-                value[i] = key[i] + plane;
+                key[i] = position < end ? key_at(step, row, kv_head, position) : zeros;
+                value[i] = position < end ? key[i] + plane : zeros;
             }
             pack_keys(key, keys + p * kPanel * step.head_dim, step.head_dim);
             pack_values(value, values + p * kPanel * kPanel, step.head_dim);
         }
     }
 
+    // Adds the present block to queries base .. base + ROWS, all of one head.
     template <int ROWS>
     void attend(int base) {
         const int dim = step.head_dim, width = panels * kPanel;
@@ -200,9 +250,17 @@ struct Unit {
         }
     }
 
+    template <int ROWS = kTileRows>
+    void attend_of(int count, int base) {
+        if constexpr (ROWS > 0) {
+            if (count == ROWS) return attend<ROWS>(base);
+            attend_of<ROWS - 1>(count, base);
+        }
+    }
+
     // Scores of one query -> weights 2^(score - maximum); returns what earlier sums are to be multiplied with.
     float soften(float* scores, int i, int width, T* weight) {
-        const int visible = start + i / step.group + 1 - block;
+        const int visible = start + i % rows / step.group + 1 - block;
         const float hidden = -std::numeric_limits<float>::infinity();
         for (int c = std::max(0, visible); c < width; c++) scores[c] = hidden;
         f32x16 highest = splat(hidden);
@@ -222,59 +280,12 @@ struct Unit {
         totals[i] = total;
         return shrink;
     }
-
-    template <int ROWS = kTileRows>
-    void attend_of(int rows, int base) {
-        if constexpr (ROWS > 0) {
-            if (rows == ROWS) return attend<ROWS>(base);
-            attend_of<ROWS - 1>(rows, base);
-        }
-    }
-
-    void run() {
-        const int rows = count * step.group, dim = step.head_dim;
-        for (int i = 0; i < rows; i++) {
-            std::memcpy(queries + i * dim, query(i), dim * sizeof(T));
-            top[i] = -std::numeric_limits<float>::infinity();
-            totals[i] = f32x16{};
-        }
-        std::fill(sums, sums + rows * columns, 0.0f);
-        const int end = start + count;
-        const int tiles = (rows + kTileRows - 1) / kTileRows;
-        for (block = 0; block < end; block += kBlock) {
-            gather(end);
-            prefetch(step, row, kv_head, block + kBlock, end);
-            for (int t = 0; t < tiles; t++) {
-                const int base = rows * t / tiles;
-                attend_of(rows * (t + 1) / tiles - base, base);
-            }
-        }
-        for (int i = 0; i < rows; i++) {
-            const float scale = 1.0f / sum_lanes(totals[i]);
-            for (int d = 0; d < dim; d += kLanes) store16(output(i) + d, load16(sums + i * columns + d) * scale);
-        }
-    }
 };
 
 template <typename T>
-void run_unit(const Step<T>& step, int unit, int kv_head, Scratch& scratch) {
-    const int row = step.unit_rows[unit], first = step.unit_firsts[unit];
-    const int length = step.qo_indptr[row + 1] - step.qo_indptr[row];
-    const int count = std::min(step.unit_tokens, length - first);
-    const size_t dim = step.head_dim, columns = (dim + kPanel - 1) / kPanel * kPanel, rows = size_t(count) * step.group;
-    scratch.reset(
-        64 * 8 + sizeof(T) * (rows * dim + kBlock * (dim + columns + kTileRows) + dim) +
-        rows * (columns * sizeof(float) + sizeof(float) + sizeof(f32x16))
-    );
-    Unit<T> work{
-        step, row, kv_head, first, count, step.seq_lens[row] - length + first,
-        scratch.take<T>(rows * dim), scratch.take<T>(kBlock * dim), scratch.take<T>(kBlock * columns),
-        scratch.take<T>(kTileRows * kBlock), scratch.take<T>(dim), scratch.take<float>(rows * columns),
-        scratch.take<float>(rows), scratch.take<f32x16>(rows), int(columns), 0, 0
-    };
-    std::memset(work.zeros, 0, dim * sizeof(T));
-    if (columns > dim) std::memset(work.values, 0, kBlock * columns * sizeof(T));
-    work.run();
+int unit_tokens_of(const Step<T>& step, int unit) {
+    const int row = step.unit_rows[unit];
+    return std::min(step.unit_tokens, step.qo_indptr[row + 1] - step.qo_indptr[row] - step.unit_firsts[unit]);
 }
 
 template <typename T>
@@ -297,14 +308,21 @@ void attention(const Step<T>& step) {
         for (int token = 0; token < step.tokens; token++) append(step, token);
         // (the barrier here: every key is in place before any is read)
         static thread_local Scratch scratch;
+        // A decode does little with each key: where there are enough of them for all threads, one thread takes all heads,
+        // so that it reads whole pages in order. Otherwise every head is a task of its own.
+        const bool whole = step.units >= 2 * threads;
 #pragma omp for schedule(dynamic)
         for (int i = 0; i < work; i++) {
-            const int next = i + threads;  // a guess, right as long as threads take turns
-            if (next < work) {
-                const int row = step.unit_rows[next / step.kv_heads];
-                prefetch(step, row, next % step.kv_heads, 0, step.seq_lens[row]);
+            const int unit = i / step.kv_heads, head = i % step.kv_heads;
+            const bool grouped = whole && unit_tokens_of(step, unit) == 1;
+            if (grouped && head) continue;
+            const int heads = grouped ? step.kv_heads : 1;
+            const int next = unit + threads;  // likely this thread's next one
+            if (grouped && next < step.units) {
+                const int row = step.unit_rows[next];
+                prefetch(step, row, 0, heads, 0, std::min<int>(kBlock, step.seq_lens[row]));
             }
-            run_unit(step, i / step.kv_heads, i % step.kv_heads, scratch);
+            Unit<T>(step, unit, head, heads, scratch).run();
         }
     }
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import gguf
 import pytest
 import regex
 from tokenizers import Tokenizer as Backend
+from transformers import GPT2Tokenizer, Qwen2Tokenizer
 
 from services.text.conversion_cache import SLOW_BUILD_S, load_gguf
 from services.text.gguf_metadata import read_metadata
@@ -60,7 +62,7 @@ def slow_twin(metadata: dict[str, Any]) -> Callable[[str], list[int]]:
     def word(text: str) -> list[int]:
         parts = [char_of[byte] for byte in text.encode()]
         while len(parts) > 1:
-            pairs = list(zip(parts, parts[1:], strict=False))
+            pairs = list(pairwise(parts))
             best = min(pairs, key=lambda pair: ranks.get(pair, len(ranks)))
             if best not in ranks:
                 break
@@ -169,6 +171,17 @@ def test_each_pre_tokenizer_kind_splits_its_own_way(
     assert [tokenizer.id_to_token(index) for index in tokenizer.encode(text)] == expected
 
 
+@pytest.mark.parametrize(("pre", "original"), [("gpt-2", GPT2Tokenizer), ("qwen2", Qwen2Tokenizer)])
+def test_ids_equal_those_of_the_original_tokenizers_class(write_gguf: WriteGguf, pre: str, original: Any) -> None:
+    metadata = byte_level(pre)
+    tokenizer = load_tokenizer(write_gguf(metadata))
+    vocab = {token: index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    reference = original(vocab=vocab, merges=merges)
+    for text in CORPUS:
+        assert tokenizer.encode(text) == reference(text, add_special_tokens=False)["input_ids"], text
+
+
 @pytest.mark.parametrize("pre", ["deepseek-v9", "default", None])
 def test_an_unknown_pre_tokenizer_is_refused_with_what_to_do(write_gguf: WriteGguf, pre: str | None) -> None:
     with pytest.raises(TokenizerError, match="give --tokenizer"):
@@ -231,9 +244,7 @@ def sentence_piece_twin(metadata: dict[str, Any], text: str) -> list[int]:
     score = {token: metadata["tokenizer.ggml.scores"][index] for token, index in vocab.items()}
     parts = list(("▁" + text).replace(" ", "▁")) if text else []
     while True:
-        joined = [
-            (score[a + b], -at) for at, (a, b) in enumerate(zip(parts, parts[1:], strict=False)) if a + b in vocab
-        ]
+        joined = [(score[a + b], -at) for at, (a, b) in enumerate(pairwise(parts)) if a + b in vocab]
         if not joined:
             break
         at = -max(joined)[1]

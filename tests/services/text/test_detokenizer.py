@@ -47,6 +47,19 @@ def test_joined_deltas_equal_decoding_at_once_for_random_ids(families: dict[str,
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_decoding_at_once_equals_the_librarys_decoding(families: dict[str, Tokenizer], family: str) -> None:
+    tokenizer, rng = families[family], random.Random(family)
+    for _ in range(1000):
+        ids = random_ids(rng, tokenizer)
+        if family == "byte-fallback":  # it replaces a whole run of bytes if one is broken: leave valid runs only
+            ids = [index for index in ids if not (tokenizer.id_to_token(index) or "").startswith("<0x")]
+            ids += byte_ids(tokenizer, rng.choice(HARD_TEXT))
+        skip = rng.random() < 0.5
+        expected = tokenizer._backend.decode(ids, skip_special_tokens=skip)
+        assert tokenizer.decode(ids, skip_special_tokens=skip) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_an_output_after_a_prompt_goes_on_from_it(families: dict[str, Tokenizer], family: str) -> None:
     tokenizer, rng = families[family], random.Random(family)
     for _ in range(1000):

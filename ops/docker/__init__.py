@@ -1,0 +1,1 @@
+"""Container images: Dockerfiles and the small scripts they use."""

@@ -1,0 +1,137 @@
+"""A running API service against a scripted scheduler, over real HTTP and the real link."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+import uvloop
+
+from protocol.messages import Limits, Submit
+from protocol.process import StopSignal
+from services.config import ApiConfig
+from services.server import ApiServer, listen
+from services.text.chat_template import ChatTemplate
+from services.text.tokenizer import Tokenizer
+from tests.services.fake_scheduler import FakeScheduler
+
+MODEL = "smollm2-135m-instruct"
+ANSWER = "The capital of France is Paris."
+
+
+class Service:
+    """One API server in a thread, on an ephemeral loopback port, and the scheduler that it talks to."""
+
+    def __init__(self, config: ApiConfig, tokenizer: Tokenizer, keys: list[str], *, scheduler: bool = True) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.keys = keys
+        self.limits = Limits(
+            model=MODEL,
+            block_size=16,
+            num_blocks=65,
+            max_model_len=2048,
+            vocab_size=tokenizer.vocab_size,
+            max_num_seqs=64,
+            max_num_batched_tokens=512,
+            eos_token_ids=tokenizer.eos_token_ids,
+        )
+        self.answer: list[int] = tokenizer.encode(ANSWER, add_special_tokens=False)
+        self.scheduler = self.new_scheduler() if scheduler else None
+        self.exit_code: int | None = None
+        self._stop = StopSignal()
+        self._listening = threading.Event()
+        listener = listen(config)
+        self.address = f"http://127.0.0.1:{listener.getsockname()[1]}" if not config.uds else "http://uds"
+        self.server = ApiServer(config, tokenizer, ChatTemplate.of(tokenizer), keys)
+        self.state = self.server.state
+
+        def run() -> None:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                self.exit_code = runner.run(self.server.run(listener, self._stop, on_listening=self._listening.set))
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+        assert self._listening.wait(10)
+        headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+        self.http = httpx.Client(base_url=self.address, timeout=20, headers=headers)
+        if self.scheduler is not None:
+            self.scheduler.wait_for(lambda: bool(self.scheduler.channel.peers), "the API's hello")
+
+    def new_scheduler(self, epoch: int = 1) -> FakeScheduler:
+        """A scheduler at the API's address that answers `self.answer`."""
+        return FakeScheduler(self.config.scheduler_link, self.limits, self.script, epoch)
+
+    def script(self, submit: Submit) -> list[int]:
+        """The tokens for a request."""
+        return self.answer
+
+    def say(self, text: str) -> None:
+        """Let the model answer this."""
+        self.answer = self.tokenizer.encode(text, add_special_tokens=False)
+
+    @property
+    def client(self) -> openai.OpenAI:
+        """The official client, without retries."""
+        key = self.keys[0] if self.keys else "none"
+        return openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=20)
+
+    def request_stop(self) -> None:
+        """What SIGTERM does."""
+        self._stop.request()
+
+    def join(self) -> int | None:
+        """Wait for the end; the exit code."""
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        return self.exit_code
+
+    def reset(self) -> None:
+        """The scheduler forgets what a test told it."""
+        assert self.scheduler is not None
+        self.scheduler.forget()
+        self.say(ANSWER)
+
+    def close(self) -> None:
+        """End everything. Idempotent."""
+        self.http.close()
+        self.request_stop()
+        self.join()
+        if self.scheduler is not None:
+            self.scheduler.stop()
+
+
+MakeService = Callable[..., Service]
+
+
+def stream_lines(service: Service, path: str, body: dict[str, Any]) -> list[str]:
+    """The `data:` payloads of a streamed answer, in order, `[DONE]` included."""
+    with service.http.stream("POST", path, json={"model": MODEL, "stream": True, **body}) as response:
+        assert response.status_code == 200, response.read()
+        text = "".join(response.iter_text())
+    return payloads(text)
+
+
+def payloads(text: str) -> list[str]:
+    """The `data:` payloads in a body of server-sent events. Fails for a line that is neither data nor a comment."""
+    found = []
+    for event in text.split("\n\n"):
+        if event.startswith("data: "):
+            found.append(event.removeprefix("data: "))
+        else:
+            assert event == "" or event.startswith(":"), event
+    return found
+
+
+def strict(text: str | bytes) -> Any:
+    """JSON without NaN and Infinity."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
