@@ -73,9 +73,9 @@ class StopSignal:
     """SIGTERM and SIGINT as a flag and a descriptor that becomes readable, so that a poll loop wakes up.
 
     The first signal asks for an orderly end; the second calls `on_second` (default: nothing) and exits at once with
-    status 130. A repetition within `echo_s` seconds is taken for the same signal: `timeout` and others send each one to
-    a process and to its group. Use as a context manager in the main thread (Python delivers signals there only); leaving it puts the
-    former handlers back.
+    status 130. A repetition within `echo_s` seconds is taken for the same signal: `timeout` and others send each one
+    to a process and to its group. Use as a context manager in the main thread (Python delivers signals there only);
+    leaving it puts the former handlers back.
     """
 
     def __init__(

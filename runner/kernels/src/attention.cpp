@@ -128,7 +128,7 @@ const T* key_at(const Step<T>& step, int row, int kv_head, int position) {
 template <typename T>
 void prefetch(const Step<T>& step, int row, int first, int count, int begin, int end) {
     const int64_t plane = int64_t(step.page_size) * step.kv_heads * step.head_dim;
-    for (int position = begin; position < end && 0; position++) {
+    for (int position = begin; position < end; position++) {
         const T* key = key_at(step, row, first, position);
         for (int i = 0; i < count * step.head_dim; i += 64 / int(sizeof(T))) {
             __builtin_prefetch(key + i, 0, 2);
