@@ -13,13 +13,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from protocol.process import PARENT_ENV
 from protocol.settings import ENV_PREFIX, SettingError, Spec, convert, specs
 
 C = TypeVar("C")
 CONFIG_ENV = ENV_PREFIX + "CONFIG"
 DEFAULT_SOURCE = "default"
-RESERVED_ENV = frozenset({CONFIG_ENV, ENV_PREFIX + "PARENT_PID"})
-"""Names with our prefix that are not settings of a config class."""
+_COMPOSE_NAMES = (
+    *("BASE_IMAGE", "BUILD_NETWORK", "GPU_BASE_IMAGE", "GRAFANA_IMAGE", "MODELS", "MODEL_PACKAGE"),
+    *("PROMETHEUS_IMAGE", "PUBLISH", "TAG", "TORCH_INDEX_URL"),
+)
+RESERVED_ENV = frozenset({CONFIG_ENV, PARENT_ENV, *(ENV_PREFIX + name for name in _COMPOSE_NAMES)})
+"""Names with our prefix that are not settings of a config class: ours alone, or only for docker-compose.yml."""
 Groups = Mapping[str, type]
 """Table name in the file ("api", "scheduler", …) → config class."""
 

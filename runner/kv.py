@@ -9,6 +9,8 @@ from torch import Tensor
 from runner.batch import Int32s
 from runner.model.config import ModelConfig
 
+_ALIGNMENT = 4096  # a vector load must not straddle cache lines
+
 
 class KvPool:
     """Per layer a tensor [pages, 2, page_size, kv_heads, head_dim], zeroed; page 0 is the null page."""
@@ -48,4 +50,6 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     (torch.zeros would write all of it.)
     """
     size = int(np.prod(shape)) * dtype.itemsize
-    return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
+    memory = np.zeros(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)

@@ -11,16 +11,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from protocol.messages import Limits, Step, StepResult
+from protocol.columns import pack_i32, pack_u64
+from protocol.messages import Limits, NewRequest, SamplingParams, Step, StepResult
 from runner.attention.base import AttentionBackend
 from runner.batch import Rows
 from runner.config import RunnerConfig
 from runner.errors import StartError
+from runner.executor import Executor
 from runner.kernels.build import KernelError
 from runner.kernels.select import select_attention, select_ops
 from runner.kv import KvPool, block_bytes
 from runner.loader import LoadedModel, ModelError, default_cache_dir, load_model
-from runner.metadata import build
+from runner.metadata import build, check
 from runner.model.parameters import fused_shapes, layout
 from runner.pool import ModelNeeds, PoolSize, available_memory, pool_size
 from runner.sampler import Sampler
@@ -29,6 +31,7 @@ from runner.steps import Sampled, StepMachine, swap_pairs
 log = logging.getLogger("triptych.runner")
 
 MAX_LOGPROBS = 20
+_WARM_UP_TOKENS = 32
 
 
 class ModelExecutor:
@@ -69,6 +72,7 @@ class ModelExecutor:
         batch, size = self._machine.batch, self.limits.block_size
         widest = -(-int((rows.starts + rows.counts).max()) // size)
         meta = build(batch.page_table[rows.slots, :widest], rows.starts, rows.counts, size)
+        check(meta, size, self.limits.num_blocks)  # a kernel would leave its pages without a word
         token_rows = np.repeat(rows.slots, rows.counts)
         token_ids = torch.from_numpy(batch.tokens[token_rows, meta.positions].astype(np.int64))
         self._attention.plan(meta)
@@ -109,7 +113,35 @@ def load_executor(config: RunnerConfig) -> ModelExecutor:
     except (ModelError, KernelError) as error:
         raise StartError(f"{config.model}: {error}") from error
     log.info("loaded in %.1f s, %.2f GiB available for KV and work", time.monotonic() - began, available / 2**30)
-    return ModelExecutor(model, attention, pool, _limits(config, model, size), _weight_bytes(model))
+    executor = ModelExecutor(model, attention, pool, _limits(config, model, size), _weight_bytes(model))
+    warm_up(executor)
+    return executor
+
+
+def warm_up(executor: Executor) -> None:
+    """Run a short prefill and a decode, so that whatever is slow or broken at first use shows before anyone connects.
+
+    StartError if the model can't compute, or computes numbers that are not finite.
+    """
+    limits = executor.limits
+    length = min(_WARM_UP_TOKENS, limits.max_model_len - 1, limits.max_num_batched_tokens)
+    pages = range(1, 2 + length // limits.block_size)
+    request = NewRequest(
+        *(0, 0, pack_i32([position % limits.vocab_size for position in range(length)]), length, 0),
+        *(pack_i32(list(pages)), SamplingParams(max_tokens=2, temperature=1.0, logprobs=limits.max_logprobs)),
+    )
+    for step in (
+        Step(0, 0, pack_u64([0]), pack_i32([length]), new=[request]),
+        Step(0, 1, pack_u64([0]), pack_i32([1])),
+    ):
+        result = executor.execute(step, time.monotonic_ns())
+        if result.failure is not None:
+            raise StartError(f"the model can't compute: {result.failure.message}")
+        if result.errors:
+            raise StartError(
+                f"the model can't compute in {limits.dtype}: {result.errors[0].message}; try another dtype"
+            )
+    executor.clear()
 
 
 def _weight_bytes(model: LoadedModel) -> int:

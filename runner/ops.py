@@ -43,7 +43,7 @@ class Ops(Protocol):
         """residual [T, out] += linear(x) in place."""
         ...
 
-    def pack_gate_up(self, weight: Tensor) -> PackedLinear:
+    def pack_gate_up(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         """Like pack_linear for a weight [2I, in] of gates, then ups, laid out for `linear_silu_and_mul` only."""
         ...
 
@@ -90,8 +90,8 @@ class TorchOps:
     def linear_add(self, x: Tensor, packed: PackedLinear, residual: Tensor) -> None:
         residual += self.linear(x, packed)
 
-    def pack_gate_up(self, weight: Tensor) -> PackedLinear:
-        return self.pack_linear(weight)
+    def pack_gate_up(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        return self.pack_linear(weight, bias)
 
     def linear_silu_and_mul(self, x: Tensor, packed: PackedLinear) -> Tensor:
         return self.silu_and_mul(self.linear(x, packed))

@@ -23,14 +23,15 @@ import torch
 from torch import Tensor
 
 from protocol.messages import TokenLogprobs
-from runner.batch import Batch, Int64s, spread
+from runner.batch import Batch, Int32s, Int64s, spread
 from runner.params import GREEDY_BELOW, NO_ALLOWED
 from runner.steps import Sampled
 from runner.uniform import uniforms
 
 LOGPROB_FLOOR = -9999.0
 NON_FINITE = "non_finite_logits"
-_FIRST_LOOK = 1024  # ids examined for top-p before resorting to a full sort
+_LOOKS = (1024, 8192)  # how many ids top-p examines before resorting to all of them
+_RUN = 256  # ids that are summed together first
 _NEVER = float("-inf")
 
 Bad = dict[int, tuple[str, str]]
@@ -109,7 +110,7 @@ class Sampler:
         part -= column(params.frequency) * output + column(params.presence) * (output > 0)
         logits[index] = part
 
-    def _counts(self, batch: Batch, owners: Int64s, begins: npt.NDArray, lengths: npt.NDArray, like: Tensor) -> Tensor:
+    def _counts(self, batch: Batch, owners: Int64s, begins: Int32s, lengths: Int32s, like: Tensor) -> Tensor:
         """How often each id occurs in tokens [begins, begins + lengths) of each owner: float32 [P, vocab]."""
         rows, offsets = spread(lengths)
         ids = batch.tokens[owners[rows], begins[rows] + offsets]
@@ -129,7 +130,7 @@ class Sampler:
         if len(greedy):
             tokens[greedy] = logits[_on(greedy, logits)].argmax(1).cpu().numpy()
         owners = slots[random]
-        part = logits[_on(random, logits)]
+        part = logits if len(random) == len(slots) else logits[_on(random, logits)]
         settings = _Settings.of(batch, owners, part)
         part /= settings.temperature.unsqueeze(1)
         keep_top_k(part, settings.top_k)
@@ -197,20 +198,23 @@ def keep_top_p(logits: Tensor, top_p: Tensor) -> None:
     """In place: keep the most likely ids of [N, V] whose probabilities first reach top_p [N]; at least one, and ties.
 
     An id stays while the probability of all ids before it is below top_p. Most rows are settled by their likeliest
-    1,024 ids; the rest are sorted in full, which gives the same threshold.
+    1,024 ids; looking at more, down to all of them, gives the same threshold for more time.
     """
     limited = (top_p < 1).nonzero().flatten()
     if len(limited) == 0:
         return
     part, wanted = logits[limited], top_p[limited].double()
-    # Not logsumexp: how that sums depends on how many rows there are, and a row must not know its neighbours.
+    # Not logsumexp: how that sums may depend on how many rows there are, and a row must not know its neighbours.
     top = part.amax(1, keepdim=True)
-    norm = (part - top).exp_().cumsum(1, dtype=torch.float64)[:, -1:].log() + top.double()
-    looked = min(_FIRST_LOOK, part.shape[1])
-    threshold, settled = _nucleus(part.topk(looked, 1).values, norm, wanted)
-    if not bool(settled.all()) and looked < part.shape[1]:
-        rest = (~settled).nonzero().flatten()
-        threshold[rest], _ = _nucleus(part[rest].sort(1, descending=True).values, norm[rest], wanted[rest])
+    norm = _in_runs((part - top).exp_()).sum(2).double().cumsum(1)[:, -1:].log() + top.double()
+    threshold = torch.empty_like(top.squeeze(1))
+    unsettled = torch.arange(len(part), device=part.device)
+    for looked in (*_LOOKS, part.shape[1]):
+        best = part[unsettled].topk(min(looked, part.shape[1]), 1).values
+        threshold[unsettled], enough = _nucleus(best, norm[unsettled], wanted[unsettled])
+        unsettled = unsettled[~enough]
+        if len(unsettled) == 0:
+            break
     logits[limited] = part.masked_fill(part < threshold.unsqueeze(1), _NEVER)
 
 
@@ -239,12 +243,29 @@ def pick(logits: Tensor, draws: Tensor) -> Tensor:
 
     Never an id of probability 0, whatever the rounding.
     """
-    weights = (logits - logits.amax(1, keepdim=True)).exp_()
-    cumulated = weights.cumsum(1, dtype=torch.float64)
-    total = cumulated[:, -1:].contiguous()
-    ids = torch.searchsorted(cumulated, draws.unsqueeze(1) * total, right=True)
-    last = torch.searchsorted(cumulated, total, right=False)  # the last id with any weight
-    return torch.minimum(ids, last).squeeze(1)
+    weights = _in_runs((logits - logits.amax(1, keepdim=True)).exp_())
+    sums = weights.sum(2).double()
+    run, start = _invert(sums, draws * sums.cumsum(1)[:, -1])
+    rows = torch.arange(len(run), device=run.device)
+    offset, _ = _invert(weights[rows, run].double(), start)
+    return run * _RUN + offset
+
+
+def _invert(weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """weights [N, K] ≥ 0, wanted [N] -> (the first index whose running sum exceeds it, what is left of it there)."""
+    running = weights.cumsum(1)
+    wanted = wanted.clamp(min=0).unsqueeze(1)
+    index = torch.searchsorted(running, wanted, right=True)
+    last = torch.searchsorted(running, running[:, -1:].contiguous(), right=False)  # the last one with any weight
+    index = torch.minimum(index, last)
+    return index.squeeze(1), (wanted - running.gather(1, index) + weights.gather(1, index)).squeeze(1)
+
+
+def _in_runs(values: Tensor) -> Tensor:
+    """[N, V] -> [N, C, 256], padded with zeros: sums over runs vectorise where one long running sum does not."""
+    missing = -values.shape[1] % _RUN
+    padded = torch.nn.functional.pad(values, (0, missing)) if missing else values
+    return padded.view(len(values), -1, _RUN)
 
 
 def _on(index: npt.NDArray[np.integer], like: Tensor) -> Tensor:

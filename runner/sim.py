@@ -111,7 +111,7 @@ class SimulatedExecutor:
         digest = int.from_bytes(hashlib.blake2b(prompt, digest_size=8).digest(), "little")
         key = mix(np.array([digest ^ self._config.sim_seed], np.uint64))
         key = mix(key ^ np.uint64(seed & 0xFFFFFFFFFFFFFFFF))
-        return mix(key ^ np.uint64(choice & 0xFFFFFFFFFFFFFFFF))[0]
+        return np.uint64(mix(key ^ np.uint64(choice & 0xFFFFFFFFFFFFFFFF))[0])
 
     def _draw(self, slots: npt.NDArray[np.int64]) -> Int32s:
         batch, config = self._machine.batch, self._config

@@ -76,6 +76,7 @@ class StepMachine:
         batch = self.batch
         for request in np.frombuffer(step.left, "<u8").tolist():
             self._forget(request)
+        self._check_filled(step)
         self._take_swaps(step)
         for new in step.new:
             self._admit(new, errors)
@@ -86,6 +87,12 @@ class StepMachine:
         if self._checker:
             self._checker.check_step(batch, rows)
         return rows
+
+    def _check_filled(self, step: Step) -> None:
+        pages = i32(step.filled_blocks)
+        if len(step.filled_hashes) != len(pages) * HASH_BYTES:
+            raise StepError(BAD_STEP, f"{len(pages)} filled blocks with {len(step.filled_hashes)} bytes of hashes")
+        self.batch.check_pages(pages, "filled blocks")
 
     def _take_swaps(self, step: Step) -> None:
         out, back = swap_pairs(step.swap_out), swap_pairs(step.swap_in)
@@ -162,12 +169,8 @@ class StepMachine:
 
     def _record_filled(self, step: Step) -> None:
         if step.filled_blocks:
-            pages = i32(step.filled_blocks)
-            hashes = np.frombuffer(step.filled_hashes, np.uint8)
-            if len(hashes) != len(pages) * HASH_BYTES:
-                raise StepError(BAD_STEP, f"{len(pages)} filled blocks with {len(hashes)} bytes of hashes")
-            self.batch.check_pages(pages, "filled blocks")
-            self.inventory.filled(pages, hashes.reshape(-1, HASH_BYTES))
+            hashes = np.frombuffer(step.filled_hashes, np.uint8).reshape(-1, HASH_BYTES)
+            self.inventory.filled(i32(step.filled_blocks), hashes)
         if self.batch.dead.any():
             # A dead row's pages were computed from bad values, or are not computed any more: nobody may reuse them.
             for slot in np.flatnonzero(self.batch.dead).tolist():

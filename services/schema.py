@@ -176,6 +176,7 @@ R = TypeVar("R", bound=msgspec.Struct)
 def decode(body: bytes, kind: type[R]) -> tuple[R, list[str]]:
     """The body as `kind`, and the names of its unknown fields. Raises ApiError 400 naming what is wrong and where."""
     try:
+        body.decode()  # fields that are kept raw or skipped are not looked at otherwise
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         request = msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
@@ -197,7 +198,7 @@ def decode_field(raw: msgspec.Raw, kind: Any, param: str) -> Any:
     """A field kept as raw JSON, as `kind`. Raises ApiError 400 with the full path."""
     try:
         return msgspec.json.decode(raw, type=kind)
-    except msgspec.ValidationError as error:
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         message, path = _split(error)
         raise invalid(f"{param}{path}: {message}", param) from error
 
@@ -215,6 +216,8 @@ def _explain(error: Exception, body: bytes) -> ApiError:
         message, path = _split(error)
         param = re.split(r"[.\[]", path)[0] or None
         return invalid(f"{path}: {message}" if path else f"The body: {message}", param)
+    if isinstance(error, UnicodeDecodeError):
+        return invalid(f"The body is not valid UTF-8 (byte {error.start})", code="invalid_json")
     if not body.strip():
         return invalid("The body is empty, expected a JSON object", code="invalid_json")
     field = _lone_surrogate(body)

@@ -43,9 +43,14 @@ def listen(config: ApiConfig) -> socket.socket:
         return _listen_unix(config.uds)
     try:
         family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
+        listener = socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise BindError(f"can't listen on {config.host}:{config.port}: {error.strerror or error}") from error
+    # Accepted connections inherit these: the kernel drops a peer that is gone, or that takes no data for too long.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT") and config.write_timeout_s:
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(config.write_timeout_s * 1000) + 1000)
+    return listener
 
 
 def _listen_unix(path: str) -> socket.socket:

@@ -24,7 +24,8 @@ class AttentionBackend(Protocol):
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, Hq, D], k and v [T, Hk, D] (rows may be strided, heads may not) -> [T, Hq * D], contiguous.
 
-        Writes k and v at the planned slots first; then token t of a row attends to that row's positions 0..position(t).
+        Writes k and v at the planned slots first (a negative slot: nowhere); then token t of a row attends to that
+        row's positions 0..position(t).
         """
         ...
 
@@ -37,6 +38,8 @@ def check_pools(pools: list[Tensor], num_q_heads: int, num_kv_heads: int, head_d
     """Raise AttentionError unless every pool is [pages, 2, page_size, num_kv_heads, head_dim] and heads divide."""
     if num_kv_heads < 1 or num_q_heads % num_kv_heads:
         raise AttentionError(f"{num_q_heads} query heads can't share {num_kv_heads} key/value heads evenly")
+    if not pools:
+        raise AttentionError("there is no pool: a model has at least one layer")
     for layer, pool in enumerate(pools):
         shape = tuple(pool.shape)
         if len(shape) != 5 or shape[1] != 2 or shape[3:] != (num_kv_heads, head_dim):

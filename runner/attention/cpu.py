@@ -42,7 +42,7 @@ class CpuAttention:
 
     def __init__(self, pools: list[Tensor], num_q_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> None:
         check_pools(pools, num_q_heads, num_kv_heads, head_dim)
-        dtype = pools[0].dtype if pools else torch.float32
+        dtype = pools[0].dtype
         if dtype not in SUFFIX or any(pool.dtype != dtype or pool.device.type != "cpu" for pool in pools):
             raise AttentionError(f"native attention serves float32 or bfloat16 pools on the CPU, not {dtype}")
         if head_dim % HEAD_DIM_STEP:

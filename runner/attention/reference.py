@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ReferenceAttention:
-    """`AttentionBackend` as the textbook writes it: gather a row's pages, scores, causal mask, softmax, weighted sum."""
+    """`AttentionBackend` as the textbook has it: gather a row's pages, scores, causal mask, softmax, weighted sum."""
 
     def __init__(self, pools: list[Tensor], num_q_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> None:
         check_pools(pools, num_q_heads, num_kv_heads, head_dim)
@@ -48,10 +48,10 @@ class ReferenceAttention:
     @staticmethod
     def _append(pool: Tensor, k: Tensor, v: Tensor, meta: BatchMetadata) -> None:
         slots = torch.as_tensor(meta.slot_mapping, dtype=torch.int64, device=pool.device)
-        page_size = pool.shape[2]
-        pages, offsets = slots // page_size, slots % page_size
-        pool[pages, 0, offsets] = k.to(pool.dtype)
-        pool[pages, 1, offsets] = v.to(pool.dtype)
+        kept = slots >= 0  # a negative slot is a token not to be kept; as an index it would wrap to the last page
+        pages, offsets = slots[kept] // pool.shape[2], slots[kept] % pool.shape[2]
+        pool[pages, 0, offsets] = k[kept].to(pool.dtype)
+        pool[pages, 1, offsets] = v[kept].to(pool.dtype)
 
     @staticmethod
     def _gather(pool: Tensor, meta: BatchMetadata, row: int) -> tuple[Tensor, Tensor]:

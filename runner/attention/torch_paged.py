@@ -47,16 +47,18 @@ class TorchAttention:
         self._pools = pools
         self._scale = scale
         self._grouped = num_q_heads != num_kv_heads
+        self._kept: Tensor | None = None
         self._slot_pages: Tensor | None = None
         self._slot_offsets: Tensor | None = None
         self._prefills: list[_Prefill] = []
         self._decodes: _Decodes | None = None
 
     def plan(self, meta: BatchMetadata) -> None:
-        if not self._pools:
-            return
         device, page_size = self._pools[0].device, self._pools[0].shape[2]
         slots = torch.as_tensor(meta.slot_mapping[: meta.num_tokens], dtype=torch.int64, device=device)
+        # A negative slot is a token not to be kept; as an index it would wrap to the last page.
+        self._kept = torch.nonzero(slots >= 0).squeeze(1)
+        slots = slots[self._kept]
         self._slot_pages, self._slot_offsets = slots // page_size, slots % page_size
         lengths = np.diff(meta.qo_indptr[: meta.num_rows + 1])
         self._prefills = [self._plan_prefill(meta, int(row), device) for row in np.flatnonzero(lengths > 1)]
@@ -87,11 +89,11 @@ class TorchAttention:
         )
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self._slot_pages is None:
+        if self._kept is None:
             raise AttentionError("run() before plan()")
         pool = self._pools[layer]
-        pool[self._slot_pages, 0, self._slot_offsets] = k.to(pool.dtype)
-        pool[self._slot_pages, 1, self._slot_offsets] = v.to(pool.dtype)
+        pool[self._slot_pages, 0, self._slot_offsets] = k[self._kept].to(pool.dtype)
+        pool[self._slot_pages, 1, self._slot_offsets] = v[self._kept].to(pool.dtype)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for row in self._prefills:
             both = pool[row.pages].transpose(0, 1).flatten(1, 2)[:, : row.length].transpose(1, 2)  # [2, Hk, L, D]

@@ -1,4 +1,4 @@
-"""Compiles the C++ kernels once per machine into the user's cache, and loads them. Nothing is written to the source tree.
+"""Compiles the C++ kernels once per machine into the user's cache, and loads them. The source tree is left alone.
 
 The library links against the OpenMP runtime that torch brings: a second one would have its own threads, and the two
 would spin against each other for the same cores. Run `python -m runner.kernels.build` to compile ahead of time.

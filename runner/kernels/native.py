@@ -1,4 +1,4 @@
-"""`Ops` on our C++ kernels: bfloat16 or float32 tensors on the CPU. Nothing here computes; it checks, allocates and calls.
+"""`Ops` on our C++ kernels, for bfloat16 or float32 on the CPU. Nothing here computes; it checks, allocates and calls.
 
 Every operation gives a row the same bits whatever other rows are in the call, so a request's outputs don't depend on
 the company it is batched with.
@@ -56,11 +56,14 @@ class NativeOps:
             bias = F.pad(bias.float(), (0, -out_features % _PANEL))
         return PackedLinear(out_features, in_features, panels, bias)
 
-    def pack_gate_up(self, weight: Tensor) -> PackedLinear:
+    def pack_gate_up(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         out_features, in_features = weight.shape
         if in_features % self._depth or out_features % _PANEL:
-            return PackedLinear(out_features, in_features, weight, None)
-        return PackedLinear(out_features, in_features, self._panels(weight, paired=True), None)
+            return PackedLinear(out_features, in_features, weight, bias)
+        panels = self._panels(weight, paired=True)
+        if bias is not None:  # 16 gates, then their 16 ups, as the weights
+            bias = bias.float().view(2, -1, _PANEL // 2).transpose(0, 1).flatten()
+        return PackedLinear(out_features, in_features, panels, bias)
 
     def _panels(self, weight: Tensor, paired: bool) -> Tensor:
         """weight [out, in] as a flat tensor of panels, the outputs padded with zeros to a multiple of 32."""
@@ -89,7 +92,7 @@ class NativeOps:
 
     def linear_silu_and_mul(self, x: Tensor, packed: PackedLinear) -> Tensor:
         if packed.weight.dim() == 2:
-            return self.silu_and_mul(F.linear(x, packed.weight))
+            return self.silu_and_mul(F.linear(x, packed.weight, packed.bias))
         y = x.new_empty((x.shape[0], packed.out_features // 2))
         self._apply(self._linear, x, packed, y, _SILU_MUL)
         return y

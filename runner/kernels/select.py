@@ -1,4 +1,4 @@
-"""Chooses the kernels: native C++ where they can be had, plain torch otherwise, and says in one log line which and why."""
+"""Chooses the kernels: native C++ where they can be had, plain torch otherwise. One log line says which and why."""
 
 from __future__ import annotations
 
@@ -52,5 +52,5 @@ def select_attention(
             raise
         log.warning("attention: plain torch, which is slower, because the native kernel can't be used: %s", error)
         return TorchAttention(pools, num_q_heads, num_kv_heads, head_dim, scale)
-    log.info("attention: native kernel on paged %s pools", pools[0].dtype if pools else torch.float32)
+    log.info("attention: native kernel on paged %s pools", pools[0].dtype)
     return attention

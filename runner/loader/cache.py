@@ -42,9 +42,9 @@ class CachedModel:
 
 
 def default_cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/triptych`, or `~/.cache/triptych`."""
+    """`$XDG_CACHE_HOME/triptych/weights`, by default under `~/.cache`."""
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "triptych"
+    return (Path(base) if base else Path.home() / ".cache") / "triptych" / "weights"
 
 
 def entry_path(directory: Path, source: Path, dtype: str) -> Path:

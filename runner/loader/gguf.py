@@ -14,14 +14,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFReader
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
 from torch import Tensor
 
 from runner.model.config import ModelConfig, clamp_context, union_ids
 from runner.model.errors import ModelError
+from runner.model.fields import integer, number
 from runner.model.parameters import EMBEDDING, FINAL_NORM, HEAD
-from runner.model.rope import RopeSpec, number, yarn_mscale
+from runner.model.rope import RopeSpec, yarn_mscale
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _OUTSIDE_BLOCKS = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
@@ -73,6 +74,7 @@ class GgufCheckpoint:
             checkpoint_dtype=self._dominant_dtype(),
             rope_divisors=() if divisors is None else tuple(float(x) for x in divisors.data.view(np.float32)),
         )
+        self._check_types()
         self._interleaved = metadata.architecture == "llama"
         self.tokenizer_vocab_size = min(metadata.length("tokenizer.ggml.tokens"), self.config.vocab_size)
         if not self.tokenizer_vocab_size:
@@ -84,29 +86,30 @@ class GgufCheckpoint:
         }
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor dequantized to float32 (plain float types keep theirs), under its Hugging Face name."""
-        for stored_name, stored in self._stored.items():
-            name = huggingface_name(stored_name)
-            try:
-                array = (
-                    stored.data
-                    if stored.tensor_type in (GGMLQuantizationType.F32, GGMLQuantizationType.F16)
-                    else (dequantize(stored.data, stored.tensor_type))
-                )
-            except NotImplementedError as error:
-                raise ModelError(
-                    "unsupported_format",
-                    f"{self.name}: {stored_name!r} has quantization {stored.tensor_type.name}: {error}",
-                ) from error
-            # The file is mapped read-only; torch wants memory it could write to.
-            tensor = torch.from_numpy(np.array(array) if not array.flags.writeable else array).reshape(
-                self.shapes[name]
-            )
+        """Each tensor under its Hugging Face name, dequantized to float32 (float16 stays as it is)."""
+        for stored in self._stored.values():
+            name = huggingface_name(stored.name)
+            plain = stored.tensor_type in (GGMLQuantizationType.F32, GGMLQuantizationType.F16)
+            array = stored.data if plain else dequantize(stored.data, stored.tensor_type)
+            # The file is mapped read-only, and torch wants memory that it could write to.
+            array = array if array.flags.writeable else np.array(array)
+            tensor = torch.from_numpy(array).reshape(self.shapes[name])
             if self._interleaved and ".self_attn.q_proj." in name:
                 tensor = halves_first(tensor, self.config.num_heads)
             elif self._interleaved and ".self_attn.k_proj." in name:
                 tensor = halves_first(tensor, self.config.num_kv_heads)
             yield name, tensor
+
+    def _check_types(self) -> None:
+        """Try each storage type on one block, so that one that can't be read is known before anything is allocated."""
+        examples = {tensor.tensor_type: tensor.name for tensor in self._stored.values()}
+        for kind, name in examples.items():
+            try:
+                dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+            except NotImplementedError as error:
+                raise ModelError(
+                    "unsupported_format", f"{self.name}: {name!r} is stored as {kind.name}, which is not supported"
+                ) from error
 
     def _dominant_dtype(self) -> str:
         """The type that most weights have. Vectors don't count: converters keep them in float32."""
@@ -122,29 +125,29 @@ class Metadata:
 
     def __init__(self, reader: GGUFReader) -> None:
         self._fields = reader.fields
+        self.architecture = ""
         self.architecture = str(self.get("general.architecture", ""))
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a scalar or string, or `default`."""
-        field = self._fields.get(key.replace("{arch}", getattr(self, "architecture", "")))
+        field = self._fields.get(self._full(key))
         return default if field is None else field.contents()
 
     def integer(self, key: str, default: int | None = None) -> int:
         """Raises ModelError `bad_config` naming the key if it is absent (without a default) or no integer."""
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            name = key.replace("{arch}", self.architecture)
-            raise ModelError("bad_config", f"GGUF metadata {name} must be an integer, not {value!r}")
-        return value
+        return integer({self._full(key): self.get(key)}, self._full(key), default)
 
     def number(self, key: str, default: float | None = None) -> float:
         """As `integer`, for any finite number."""
-        return number({key: self.get(key)}, key, default)
+        return number({self._full(key): self.get(key)}, self._full(key), default)
 
     def length(self, key: str) -> int:
         """Elements of an array; 0 if it is absent."""
-        field = self._fields.get(key)
+        field = self._fields.get(self._full(key))
         return 0 if field is None else len(field.data)
+
+    def _full(self, key: str) -> str:
+        return key.replace("{arch}", self.architecture)
 
 
 def read_config(
@@ -256,4 +259,4 @@ def halves_first(tensor: Tensor, heads: int) -> Tensor:
 
     tensor [heads * D, …] → the same shape.
     """
-    return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)
+    return tensor.reshape(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from runner.model.errors import ModelError
-from runner.model.rope import RopeSpec, number, parse_rope
+from runner.model.fields import integer, number
+from runner.model.rope import RopeSpec, parse_rope
 
 log = logging.getLogger(__name__)
 
@@ -110,23 +111,23 @@ def from_huggingface(config: Mapping[str, Any], generation: Mapping[str, Any] | 
     config = _flatten(config)
     _refuse_what_changes_results(config)
 
-    hidden_size, num_heads = _integer(config, "hidden_size"), _integer(config, "num_attention_heads")
-    num_layers = _integer(config, "num_hidden_layers")
+    hidden_size, num_heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
+    num_layers = integer(config, "num_hidden_layers")
     if num_heads < 1:
         raise ModelError("bad_config", f"num_attention_heads must be at least 1, not {num_heads}")
-    head_dim = _integer(config, "head_dim", family.default_head_dim or hidden_size // num_heads)
-    max_positions = _integer(config, "max_position_embeddings", family.default_max_positions)
+    head_dim = integer(config, "head_dim", family.default_head_dim or hidden_size // num_heads)
+    max_positions = integer(config, "max_position_embeddings", family.default_max_positions)
     rope = parse_rope(config, head_dim, max_positions)
     attention_bias = family.attention_bias_flag and bool(config.get("attention_bias", False))
     generation = generation or {}
     return ModelConfig(
         architecture=architecture,
-        vocab_size=_integer(config, "vocab_size"),
+        vocab_size=integer(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_integer(config, "intermediate_size"),
+        intermediate_size=integer(config, "intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=_integer(config, "num_key_value_heads", family.default_kv_heads or num_heads),
+        num_kv_heads=integer(config, "num_key_value_heads", family.default_kv_heads or num_heads),
         head_dim=head_dim,
         rms_norm_eps=number(config, "rms_norm_eps", 1e-6),
         rope=rope,
@@ -218,17 +219,7 @@ def _max_context(
         if layer_types is not None:
             windowed = "sliding_attention" in layer_types
         else:
-            windowed = _integer(config, "max_window_layers", 28) < num_layers
+            windowed = integer(config, "max_window_layers", 28) < num_layers
         if not (config.get("use_sliding_window", False) and windowed):
             return context
-    return clamp_context(context, _integer(config, "sliding_window"))
-
-
-def _integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """`config[key]` as an int; `default` if absent or null. Raises ModelError `bad_config` naming the key."""
-    value = config.get(key)
-    if value is None and default is not None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ModelError("bad_config", f"{key} must be an integer, not {value!r}")
-    return value
+    return clamp_context(context, integer(config, "sliding_window"))

@@ -29,6 +29,7 @@ class Layer:
     output: PackedLinear
     post_attention_norm: Tensor
     gate_up: PackedLinear
+    """[2 * intermediate, hidden]: gates, ups."""
     down: PackedLinear
 
 
@@ -69,46 +70,41 @@ class Decoder:
     def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
         """token_ids, positions: i64 [T], as `attention` was planned for -> [T, hidden], final norm applied."""
         ops, config = self._ops, self.config
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        sizes = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         residual = self._embedding.index_select(0, token_ids)
-        normed = ops.rms_norm(residual, self._layers[0].input_norm, config.rms_norm_eps)
         for index, layer in enumerate(self._layers):
-            q, k, v = ops.linear(normed, layer.qkv).split((q_size, kv_size, kv_size), dim=-1)
-            q = q.unflatten(-1, (config.num_heads, config.head_dim))
-            k = k.unflatten(-1, (config.num_kv_heads, config.head_dim))
-            v = v.unflatten(-1, (config.num_kv_heads, config.head_dim))
+            normed = ops.rms_norm(residual, layer.input_norm, config.rms_norm_eps)
+            heads = ops.linear(normed, layer.qkv).view(-1, sum(sizes), config.head_dim)
+            q, k, v = torch.split(heads, sizes, dim=1)
             if layer.q_norm is not None and layer.k_norm is not None:
                 ops.head_norm(q, layer.q_norm, config.rms_norm_eps)
                 ops.head_norm(k, layer.k_norm, config.rms_norm_eps)
             ops.rope(q, k, positions, self._cos_sin)
-            attended = ops.linear(attention.run(index, q, k, v), layer.output)
-            normed = ops.add_rms_norm(attended, residual, layer.post_attention_norm, config.rms_norm_eps)
-            inner = ops.silu_and_mul(ops.linear(normed, layer.gate_up))
-            last = index + 1 == len(self._layers)
-            next_norm = self._final_norm if last else self._layers[index + 1].input_norm
-            normed = ops.add_rms_norm(ops.linear(inner, layer.down), residual, next_norm, config.rms_norm_eps)
-        return normed
+            ops.linear_add(attention.run(index, q, k, v), layer.output, residual)
+            normed = ops.rms_norm(residual, layer.post_attention_norm, config.rms_norm_eps)
+            ops.linear_add(ops.linear_silu_and_mul(normed, layer.gate_up), layer.down, residual)
+        return ops.rms_norm(residual, self._final_norm, config.rms_norm_eps)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [S, hidden] -> float32 [S, vocab_size], padding ids of the head included."""
-        return self._ops.linear(hidden, self._head).float()
+        return self._ops.linear(hidden, self._head, torch.float32)
 
 
 def _pack_layer(parameters: dict[str, Tensor], index: int, ops: Ops) -> Layer:
     prefix = f"layers.{index}"
 
-    def linear(name: str) -> PackedLinear:
-        weight = parameters.pop(f"{prefix}.{name}.weight")
-        return ops.pack_linear(weight, parameters.pop(f"{prefix}.{name}.bias", None))
+    def take(name: str) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias, which nobody else holds from here on."""
+        return parameters.pop(f"{prefix}.{name}.weight"), parameters.pop(f"{prefix}.{name}.bias", None)
 
     return Layer(
         input_norm=parameters.pop(f"{prefix}.input_layernorm.weight"),
-        qkv=linear("qkv"),
+        qkv=ops.pack_linear(*take("qkv")),
         q_norm=parameters.pop(f"{prefix}.q_norm.weight", None),
         k_norm=parameters.pop(f"{prefix}.k_norm.weight", None),
-        output=linear("output"),
+        output=ops.pack_linear(*take("output")),
         post_attention_norm=parameters.pop(f"{prefix}.post_attention_layernorm.weight"),
-        gate_up=linear("gate_up"),
-        down=linear("down"),
+        gate_up=ops.pack_gate_up(*take("gate_up")),
+        down=ops.pack_linear(*take("down")),
     )

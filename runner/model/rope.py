@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from runner.model.errors import ModelError
+from runner.model.fields import number
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
@@ -48,25 +49,6 @@ class RopeSpec:
         if self.kind == "yarn":
             return int(self.original_max_positions * self.factor)
         return int(max_positions * self.factor) if self.kind in ("linear", "dynamic") else max_positions
-
-
-def number(source: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """`source[key]` as a float (numbers in strings count); `default` if it is absent or null.
-
-    Raises ModelError `bad_config` that names the key if it is no finite number, or absent without a default.
-    """
-    value = source.get(key)
-    if value is None:
-        if default is None:
-            raise ModelError("bad_config", f"the RoPE configuration has no {key!r}")
-        return default
-    try:
-        result = float(value)
-    except (TypeError, ValueError):
-        result = math.nan
-    if isinstance(value, bool) or not math.isfinite(result):
-        raise ModelError("bad_config", f"{key} must be a number, not {value!r}")
-    return result
 
 
 def parse_rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
@@ -11,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from protocol.messages import Limits, SamplingParams
 from services import schema
-from services.bodies import read_json_body
+from services.bodies import ClientGone, read_json_body
 from services.choice import TextOptions
 from services.errors import invalid, unavailable
 from services.formats import Head
@@ -44,6 +45,10 @@ class GenerationEndpoint(ABC, Generic[R]):
             try:
                 job = await self._job(body, scope["state"].get("tenant", ""))
                 await Generator(state, call, job).run(receive, send)
+            except asyncio.CancelledError:
+                if call.disconnected:  # housekeeping gave up a client that doesn't read
+                    raise ClientGone from None
+                raise
             finally:
                 state.engine.release(call)
 

@@ -100,6 +100,10 @@ class Tokenizer:
         """The id of a token as the vocabulary spells it."""
         return self._backend.token_to_id(token)
 
+    def save(self, path: str | Path) -> None:
+        """Write it as a `tokenizer.json` that the `tokenizers` library reads."""
+        self._backend.save(str(path))
+
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer of a GGUF file, of a Hugging Face directory, or of the directory that holds a `tokenizer.json`.

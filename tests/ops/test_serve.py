@@ -22,7 +22,7 @@ def complete(server: Server) -> int:
 
 
 def test_it_says_where_it_is_and_gives_a_curl_that_works() -> None:
-    with running_server(*SIM) as server:
+    with running_server(*SIM, "--sim-eos-rate", "0.2") as server:
         server.wait_for_log("Ctrl-C ends it")
         assert server.url in server.log()
         assert "model: smollm2-135m-instruct" in server.log()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from runner.attention.base import AttentionBackend
 from runner.attention.reference import ReferenceAttention
 from runner.loader import LoadedModel, load_model
 from runner.metadata import build
@@ -18,6 +19,7 @@ from runner.model.decoder import Decoder
 from runner.ops import TorchOps
 
 PAGE_SIZE = 16
+Backend = Callable[[list[torch.Tensor], int, int, int, float], AttentionBackend]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -41,8 +43,8 @@ def smollm2_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2_float32(smollm2_path: Path) -> LoadedModel:
-    return load_model(smollm2_path, "float32", TorchOps(), max_model_len=1024)
+def smollm2_float32(smollm2_path: Path, smollm2_cache: Path) -> LoadedModel:
+    return load_model(smollm2_path, "float32", TorchOps(), max_model_len=1024, cache_dir=smollm2_cache)
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +55,7 @@ def smollm2_bfloat16(smollm2_path: Path, smollm2_cache: Path) -> LoadedModel:
 class PagedRows:
     """A decoder with its own pages: rows grow by the tokens fed to them, several rows per step, as a runner would."""
 
-    def __init__(self, decoder: Decoder, rows: int, max_length: int) -> None:
+    def __init__(self, decoder: Decoder, rows: int, max_length: int, backend: Backend = ReferenceAttention) -> None:
         config = decoder.config
         self.decoder = decoder
         self.lengths = [0] * rows
@@ -63,9 +65,7 @@ class PagedRows:
         self._pages = order.reshape(rows, pages_per_row)
         shape = (rows * pages_per_row + 1, 2, PAGE_SIZE, config.num_kv_heads, config.head_dim)
         pools = [torch.full(shape, torch.nan, dtype=decoder.dtype) for _ in range(config.num_layers)]
-        self._attention = ReferenceAttention(
-            pools, config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale
-        )
+        self._attention = backend(pools, config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale)
 
     def step(self, fed: dict[int, Sequence[int]]) -> dict[int, torch.Tensor]:
         """Feed each row its tokens; returns per row float32 logits [tokens, vocabulary]."""
@@ -92,8 +92,8 @@ class PagedRows:
 
 
 @pytest.fixture(scope="session")
-def paged_rows() -> Callable[[Decoder, int, int], PagedRows]:
-    """`paged_rows(decoder, rows, max_length)`."""
+def paged_rows() -> Callable[..., PagedRows]:
+    """`paged_rows(decoder, rows, max_length, backend=ReferenceAttention)`."""
     return PagedRows
 
 

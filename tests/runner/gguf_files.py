@@ -42,7 +42,7 @@ def write_gguf(
     extra: dict[str, np.ndarray] | None = None,
     drop: str = "",
 ) -> Path:
-    """`model` (transformers) as a GGUF. `metadata` adds keys, `{arch}` being the architecture; None as a value drops one."""
+    """`model` (transformers) as a GGUF. `metadata` adds keys (`{arch}`: the architecture), None drops one."""
     config = model.config
     arch = arch or {"mistral": "llama"}.get(config.model_type, config.model_type)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.columns import pack_i32, pack_u64
-from runner.batch import Batch, StepError, spread, written_pages
+from protocol.messages import NewRequest
+from runner.batch import Batch, Rows, StepError, spread, written_pages
 from tests.runner.kit import limits, new
 
 
-def rows_of(batch: Batch, counts: dict[int, int]):
+def rows_of(batch: Batch, counts: dict[int, int]) -> Rows:
     return batch.rows(batch.lookup(pack_u64(list(counts))), np.array(list(counts.values()), np.int32))
 
 
@@ -64,7 +65,9 @@ def test_forgetting_an_unknown_request_is_no_fault() -> None:
         (new(1, range(8), [1], num_computed=5), "bad_step", "1 pages"),
     ],
 )
-def test_a_request_that_contradicts_the_limits_is_refused_with_numbers(arrival, code, words) -> None:
+def test_a_request_that_contradicts_the_limits_is_refused_with_numbers(
+    arrival: NewRequest, code: str, words: str
+) -> None:
     batch = Batch(limits())
     with pytest.raises(StepError, match=words) as caught:
         batch.add(arrival)

@@ -88,6 +88,9 @@ class Scheduler:
         self._context.term()
 
 
+Connect = Callable[..., Scheduler]
+
+
 class Running:
     """A runner's link and loop in this process, as `runner.main` wires them."""
 
@@ -170,7 +173,7 @@ def arrival(number: int, epoch: int, request: int = 1, page: int = 1) -> Step:
     return step(number, {request: 3}, epoch=epoch, arrivals=[new(request, [1, 2, 3], [page, page + 1])])
 
 
-def test_a_scheduler_is_welcomed_with_limits_key_and_a_growing_epoch(runtime_dir, connect) -> None:
+def test_a_scheduler_is_welcomed_with_limits_key_and_a_growing_epoch(runtime_dir: Path, connect: Connect) -> None:
     with running(sim(), runtime_dir, wall_ms=lambda: 1000) as runner:
         first = connect(runner)
         welcome = first.welcome()
@@ -181,12 +184,12 @@ def test_a_scheduler_is_welcomed_with_limits_key_and_a_growing_epoch(runtime_dir
         first.close()
 
 
-def test_an_epoch_is_larger_than_any_the_scheduler_has_seen(runtime_dir, connect) -> None:
+def test_an_epoch_is_larger_than_any_the_scheduler_has_seen(runtime_dir: Path, connect: Connect) -> None:
     with running(sim(), runtime_dir, wall_ms=lambda: 1000) as runner:
         assert connect(runner, epoch=10**15).welcome().epoch == 10**15 + 1
 
 
-def test_steps_run_in_order_and_results_carry_timings(runtime_dir, connect) -> None:
+def test_steps_run_in_order_and_results_carry_timings(runtime_dir: Path, connect: Connect) -> None:
     with running(sim(), runtime_dir) as runner:
         scheduler = connect(runner)
         epoch = scheduler.welcome().epoch
@@ -200,7 +203,9 @@ def test_steps_run_in_order_and_results_carry_timings(runtime_dir, connect) -> N
         assert results[0].idle_ns > 0
 
 
-def test_a_rival_is_refused_while_the_holder_lives_and_welcomed_when_it_has_gone(runtime_dir, connect) -> None:
+def test_a_rival_is_refused_while_the_holder_lives_and_welcomed_when_it_has_gone(
+    runtime_dir: Path, connect: Connect
+) -> None:
     with running(sim(), runtime_dir) as runner:
         holder = connect(runner)
         epoch = holder.welcome().epoch
@@ -213,7 +218,7 @@ def test_a_rival_is_refused_while_the_holder_lives_and_welcomed_when_it_has_gone
         assert rival.welcome().epoch > epoch
 
 
-def test_a_holder_that_is_silent_past_its_lease_may_be_replaced(runtime_dir, connect) -> None:
+def test_a_holder_that_is_silent_past_its_lease_may_be_replaced(runtime_dir: Path, connect: Connect) -> None:
     with running(sim(), runtime_dir, lease_s=0.5) as runner:
         holder = connect(runner)
         holder.welcome()
@@ -222,7 +227,7 @@ def test_a_holder_that_is_silent_past_its_lease_may_be_replaced(runtime_dir, con
         assert holder.wait_for(Goodbye).code == "fenced"
 
 
-def test_a_takeover_fences_the_holder_and_its_steps_no_longer_count(runtime_dir, connect) -> None:
+def test_a_takeover_fences_the_holder_and_its_steps_no_longer_count(runtime_dir: Path, connect: Connect) -> None:
     with running(sim(), runtime_dir) as runner:
         old = connect(runner)
         epoch = old.welcome().epoch
@@ -237,7 +242,9 @@ def test_a_takeover_fences_the_holder_and_its_steps_no_longer_count(runtime_dir,
         assert runner.link.stats.stale_steps == 1 and runner.link.stats.fenced == 1
 
 
-def test_the_running_step_ends_queued_ones_are_discarded_then_comes_the_welcome(runtime_dir, connect) -> None:
+def test_the_running_step_ends_queued_ones_are_discarded_then_comes_the_welcome(
+    runtime_dir: Path, connect: Connect
+) -> None:
     gate = Gate()
     with running(gate, runtime_dir) as runner:
         old = connect(runner)
@@ -258,7 +265,7 @@ def test_the_running_step_ends_queued_ones_are_discarded_then_comes_the_welcome(
         assert runner.link.stats.stale_steps == 1 and runner.link.stats.unsent_results == 1
 
 
-def test_the_same_process_may_shake_hands_again_without_a_takeover(runtime_dir, connect) -> None:
+def test_the_same_process_may_shake_hands_again_without_a_takeover(runtime_dir: Path, connect: Connect) -> None:
     with running(sim(), runtime_dir) as runner:
         scheduler = connect(runner)
         epoch = scheduler.welcome().epoch
@@ -270,7 +277,7 @@ def test_the_same_process_may_shake_hands_again_without_a_takeover(runtime_dir, 
         assert runner.link.stats.fenced == 0
 
 
-def test_a_hello_repeated_while_a_long_step_runs_gets_one_welcome(runtime_dir, connect) -> None:
+def test_a_hello_repeated_while_a_long_step_runs_gets_one_welcome(runtime_dir: Path, connect: Connect) -> None:
     gate = Gate()
     with running(gate, runtime_dir) as runner:
         old = connect(runner)
@@ -289,7 +296,7 @@ def test_a_hello_repeated_while_a_long_step_runs_gets_one_welcome(runtime_dir, c
         assert taker.result().step_id == 2 and runner.link.stats.grants == 2
 
 
-def test_a_scheduler_waiting_for_its_welcome_is_turned_away_by_a_takeover(runtime_dir, connect) -> None:
+def test_a_scheduler_waiting_for_its_welcome_is_turned_away_by_a_takeover(runtime_dir: Path, connect: Connect) -> None:
     gate = Gate()
     with running(gate, runtime_dir) as runner:
         old = connect(runner)
@@ -307,13 +314,13 @@ def test_a_scheduler_waiting_for_its_welcome_is_turned_away_by_a_takeover(runtim
         assert last.welcome().epoch > 0
 
 
-def test_only_schedulers_are_served(runtime_dir, connect) -> None:
+def test_only_schedulers_are_served(runtime_dir: Path, connect: Connect) -> None:
     with running(sim(), runtime_dir) as runner:
         refusal = connect(runner, role="api").wait_for(Refused)
         assert "schedulers" in refusal.message
 
 
-def test_a_new_scheduler_gets_the_inventory_and_an_empty_batch(runtime_dir, connect) -> None:
+def test_a_new_scheduler_gets_the_inventory_and_an_empty_batch(runtime_dir: Path, connect: Connect) -> None:
     with running(sim(), runtime_dir) as runner:
         first = connect(runner)
         epoch = first.welcome().epoch
@@ -328,7 +335,7 @@ def test_a_new_scheduler_gets_the_inventory_and_an_empty_batch(runtime_dir, conn
         assert tokens_of(second.result()).keys() == {5}
 
 
-def test_a_failed_step_is_reported_and_the_next_one_runs(runtime_dir, connect) -> None:
+def test_a_failed_step_is_reported_and_the_next_one_runs(runtime_dir: Path, connect: Connect) -> None:
     with running(sim(), runtime_dir) as runner:
         scheduler = connect(runner)
         epoch = scheduler.welcome().epoch
@@ -339,7 +346,9 @@ def test_a_failed_step_is_reported_and_the_next_one_runs(runtime_dir, connect) -
         assert tokens_of(scheduler.result())
 
 
-def test_an_exception_in_computing_is_a_failure_with_its_cause(runtime_dir, connect, monkeypatch) -> None:
+def test_an_exception_in_computing_is_a_failure_with_its_cause(
+    runtime_dir: Path, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
     executor = sim()
 
     def explode(*_: object) -> None:
@@ -358,7 +367,7 @@ def test_an_exception_in_computing_is_a_failure_with_its_cause(runtime_dir, conn
 
 
 @pytest.mark.parametrize("junk", [b"", b"\x00", b"\xff" * 40, b"\x00" * 8 + b"\x93\xa4step\x01\x02"])
-def test_bad_frames_are_counted_and_end_nothing(runtime_dir, connect, junk) -> None:
+def test_bad_frames_are_counted_and_end_nothing(runtime_dir: Path, connect: Connect, junk: bytes) -> None:
     with running(sim(), runtime_dir) as runner:
         scheduler = connect(runner)
         epoch = scheduler.welcome().epoch
@@ -369,7 +378,7 @@ def test_bad_frames_are_counted_and_end_nothing(runtime_dir, connect, junk) -> N
         assert runner.metrics.registry.get_sample_value("triptych_runner_bad_frames_total") == 1
 
 
-def test_heartbeats_go_on_through_a_long_step_and_say_since_when_it_runs(runtime_dir, connect) -> None:
+def test_heartbeats_go_on_through_a_long_step_and_say_since_when_it_runs(runtime_dir: Path, connect: Connect) -> None:
     gate = Gate()
     with running(gate, runtime_dir) as runner:
         scheduler = connect(runner)
@@ -388,7 +397,9 @@ def test_heartbeats_go_on_through_a_long_step_and_say_since_when_it_runs(runtime
         scheduler.result()
 
 
-def test_a_result_that_cannot_be_encoded_becomes_a_failure(runtime_dir, connect, monkeypatch) -> None:
+def test_a_result_that_cannot_be_encoded_becomes_a_failure(
+    runtime_dir: Path, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
     executor = sim()
     with running(executor, runtime_dir) as runner:
         scheduler = connect(runner)
@@ -401,7 +412,7 @@ def test_a_result_that_cannot_be_encoded_becomes_a_failure(runtime_dir, connect,
         assert failure is not None and failure.code == "unsendable_result"
 
 
-def test_stopping_says_goodbye_and_frees_the_address(runtime_dir, connect) -> None:
+def test_stopping_says_goodbye_and_frees_the_address(runtime_dir: Path, connect: Connect) -> None:
     with running(sim(), runtime_dir) as runner:
         scheduler = connect(runner)
         scheduler.welcome()
@@ -413,7 +424,7 @@ def test_stopping_says_goodbye_and_frees_the_address(runtime_dir, connect) -> No
         assert connect(runner).welcome().epoch
 
 
-def test_metrics_count_what_was_done(runtime_dir, connect) -> None:
+def test_metrics_count_what_was_done(runtime_dir: Path, connect: Connect) -> None:
     with running(sim(), runtime_dir) as runner:
         scheduler = connect(runner)
         epoch = scheduler.welcome().epoch

@@ -158,9 +158,9 @@ def test_a_cached_model_still_refuses_a_length_beyond_its_own(source: Path, tmp_
 
 def test_the_default_directory_follows_the_users_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_cache_dir() == tmp_path / "triptych"
+    assert default_cache_dir() == tmp_path / "triptych" / "weights"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert default_cache_dir() == Path.home() / ".cache" / "triptych"
+    assert default_cache_dir() == Path.home() / ".cache" / "triptych" / "weights"
 
 
 def test_the_real_model_comes_back_whole(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, quants
 
 from runner.loader import LoadedModel, ModelError, load_model
 from runner.loader.gguf import halves_first
@@ -97,9 +97,11 @@ def test_an_unreadable_quantization_is_refused_with_tensor_and_type(
 ) -> None:
     reference = tiny_model("llama", hidden_size=32, intermediate_size=64)
     path = write_gguf(tmp_path / "tiny.gguf", reference, quantization=GGMLQuantizationType.Q8_0)
-    monkeypatch.delitem(__import__("gguf.quants").quants._type_traits, GGMLQuantizationType.Q8_0)
+    # Every type that can be written here can be read, so the reader forgets one.
+    monkeypatch.delitem(quants._type_traits, GGMLQuantizationType.Q8_0)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: pytest.fail("allocated"))
     error = refused(path)
-    assert error.code == "unsupported_format" and "Q8_0" in str(error) and "blk.0" in str(error)
+    assert error.code == "unsupported_format" and "is stored as Q8_0" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,14 @@ def made(table: list[list[int]], starts: list[int], counts: list[int], size: int
     ],
     ids=["one token", "a full page", "across a border", "second page exactly", "last slot of a page", "two rows"],
 )
-def test_tokens_land_where_the_page_table_says(table, starts, counts, last, slots, indices) -> None:
+def test_tokens_land_where_the_page_table_says(
+    table: list[list[int]],
+    starts: list[int],
+    counts: list[int],
+    last: list[int],
+    slots: list[int],
+    indices: list[int],
+) -> None:
     meta = made(table, starts, counts, 4)
     assert meta.last_page_len.tolist() == last
     assert meta.slot_mapping.tolist() == slots

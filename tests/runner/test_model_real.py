@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,10 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from runner.loader import LoadedModel
+from runner.attention.cpu import CpuAttention
+from runner.kernels.build import KernelError
+from runner.kernels.native import NativeOps
+from runner.loader import LoadedModel, load_model
 
 LENGTHS = [1, 2, 3, 7, 15, 16, 17, 18, 30, 31, 32, 33, 37, 47, 48, 49, 63, 64, 65, 300]
 GENERATED = 8
@@ -27,6 +30,16 @@ PARIS = [
 ]
 
 
+TEXT = """
+The river runs from the mountains to the sea and every town along its banks has a story about the water . In the
+spring when the snow melts the valley fills with flowers and people walk for hours along the old road between the
+villages . Some of them carry bread and cheese while others bring only a small book to read under the trees . A teacher
+once said that the best way to learn the history of a place is to follow its river from the first stone to the last
+bridge . Today the road is quiet but the children still play near the mill and the lights of the houses still shine
+over the water at night
+"""
+
+
 def unpermuted(weight: np.ndarray, heads: int) -> np.ndarray:
     """Inverse of what llama.cpp's converter does: reshape(heads, 2, D/2, …).swapaxes(1, 2)."""
     return (
@@ -35,7 +48,12 @@ def unpermuted(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def reference(smollm2_path: Path) -> LlamaForCausalLM:
+def reader(smollm2_path: Path) -> GGUFReader:
+    return GGUFReader(smollm2_path)
+
+
+@pytest.fixture(scope="module")
+def reference(reader: GGUFReader) -> LlamaForCausalLM:
     """SmolLM2 in transformers, float32, with weights read from the file without any code of ours."""
     names = {
         "attn_q": "self_attn.q_proj",
@@ -49,7 +67,7 @@ def reference(smollm2_path: Path) -> LlamaForCausalLM:
         "ffn_norm": "post_attention_layernorm",
     }
     state: dict[str, torch.Tensor] = {}
-    for tensor in GGUFReader(smollm2_path).tensors:
+    for tensor in reader.tensors:
         weight = dequantize(tensor.data, tensor.tensor_type)
         if tensor.name.startswith("blk."):
             _, layer, kind, _ = tensor.name.split(".")
@@ -83,14 +101,17 @@ def reference(smollm2_path: Path) -> LlamaForCausalLM:
 
 
 @pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    """One prompt per length: random ids, a repeated phrase, or the chat prompt cut or repeated, in turn."""
+def prompts(reader: GGUFReader) -> list[list[int]]:
+    """One prompt per length: a stretch of text, the chat prompt and its beginning, or random ids if it is short."""
+    ids = {token: index for index, token in enumerate(reader.fields["tokenizer.ggml.tokens"].contents())}
+    words = [ids[f"Ġ{word}"] for word in TEXT.split()]
     rng = np.random.default_rng(0)
     made = []
     for index, length in enumerate(LENGTHS):
+        text = (words[7 * index :] + words * 4)[:length]
         noise = rng.integers(3, 49_000, size=length).tolist()
-        made.append([noise, (noise[:5] * length)[:length], (PARIS * length)[:length]][index % 3])
-    made[LENGTHS.index(len(PARIS))] = PARIS
+        made.append([text, (PARIS + text)[:length], noise if length < 32 else text][index % 3])
+    assert PARIS in made
     return made
 
 
@@ -155,17 +176,14 @@ def test_a_prompt_in_chunks_mixed_with_decodes_gives_the_logits_of_one_piece(
     assert relative_error(torch.cat(got), float32_run[0][long]) < 1e-4
 
 
-def test_bfloat16_chooses_the_same_tokens_where_the_choice_is_clear(
-    smollm2_bfloat16: LoadedModel,
-    expected: list[torch.Tensor],
-    prompts: list[list[int]],
-    float32_run: Any,
-    paged_rows: Callable[..., Any],
-) -> None:
-    fed: dict[int, Sequence[int]] = {
-        row: prompt + output for row, (prompt, output) in enumerate(zip(prompts, float32_run[1], strict=True))
-    }
-    logits = paged_rows(smollm2_bfloat16.decoder, len(fed), max(map(len, fed.values()))).step(fed)
+@pytest.fixture(scope="module")
+def fed(prompts: list[list[int]], float32_run: Any) -> dict[int, list[int]]:
+    """Each prompt with the tokens it was continued by."""
+    return {row: prompt + output for row, (prompt, output) in enumerate(zip(prompts, float32_run[1], strict=True))}
+
+
+def assert_clear_choices_agree(logits: dict[int, torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """The same best token wherever the reference's best is ahead by more than bfloat16 can blur."""
     compared = 0
     for row, wanted in enumerate(expected):
         best = wanted.topk(2).values
@@ -173,3 +191,51 @@ def test_bfloat16_chooses_the_same_tokens_where_the_choice_is_clear(
         compared += int(clear.sum())
         assert torch.equal(logits[row].argmax(-1)[clear], wanted.argmax(-1)[clear])
     assert compared > 200
+
+
+def test_bfloat16_chooses_the_same_tokens_where_the_choice_is_clear(
+    smollm2_bfloat16: LoadedModel,
+    expected: list[torch.Tensor],
+    fed: dict[int, list[int]],
+    paged_rows: Callable[..., Any],
+) -> None:
+    rows = paged_rows(smollm2_bfloat16.decoder, len(fed), max(map(len, fed.values())))
+    assert_clear_choices_agree(rows.step(fed), expected)
+
+
+@pytest.fixture(scope="module")
+def native() -> None:
+    try:
+        NativeOps(torch.float32)
+    except KernelError as error:
+        pytest.skip(f"no native kernels here: {error}")
+
+
+@pytest.mark.usefixtures("native")
+def test_native_float32_kernels_give_the_reference_logits_and_greedy_tokens(
+    smollm2_path: Path,
+    smollm2_cache: Path,
+    prompts: list[list[int]],
+    expected: list[torch.Tensor],
+    float32_run: Any,
+    paged_rows: Callable[..., Any],
+) -> None:
+    model = load_model(smollm2_path, "float32", NativeOps, max_model_len=1024, cache_dir=smollm2_cache)
+    rows = paged_rows(model.decoder, len(prompts), max(LENGTHS) + GENERATED, CpuAttention)
+    logits, outputs = rows.generate(prompts, GENERATED)
+    assert outputs == float32_run[1]
+    for prompt, got, wanted in zip(prompts, logits, expected, strict=True):
+        assert relative_error(got, wanted[: len(prompt)]) < 1e-4, f"prompt of {len(prompt)} tokens"
+
+
+@pytest.mark.usefixtures("native")
+def test_native_bfloat16_kernels_choose_the_same_tokens_where_the_choice_is_clear(
+    smollm2_path: Path,
+    smollm2_cache: Path,
+    expected: list[torch.Tensor],
+    fed: dict[int, list[int]],
+    paged_rows: Callable[..., Any],
+) -> None:
+    model = load_model(smollm2_path, "auto", NativeOps, max_model_len=1024, cache_dir=smollm2_cache)
+    rows = paged_rows(model.decoder, len(fed), max(map(len, fed.values())), CpuAttention)
+    assert_clear_choices_agree(rows.step(fed), expected)

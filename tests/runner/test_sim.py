@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from protocol.columns import f32, i32
-from protocol.messages import NewRequest, SamplingParams
+from protocol.messages import NewRequest, SamplingParams, Step
 from protocol.settings import SettingError
 from runner.config import RunnerConfig
 from runner.sim import SimulatedExecutor
@@ -21,7 +21,7 @@ PROMPT = [5, 6, 7, 8, 9, 10]
 
 def outputs(count: int = 12, **kwargs: object) -> list[int]:
     executor = sim()
-    return generate(lambda s: executor.execute(s, 0), PROMPT, count, size=4, **kwargs)  # type: ignore[arg-type]
+    return generate(lambda s: executor.execute(s, 0), PROMPT, count, size=4, **kwargs)
 
 
 def test_it_imports_neither_torch_nor_a_model() -> None:
@@ -107,7 +107,7 @@ class VirtualClock:
 
 def timed(late_ns: int = 0, **changes: object) -> tuple[VirtualClock, SimulatedExecutor]:
     clock = VirtualClock(late_ns)
-    config = RunnerConfig(backend="sim", sim_num_blocks=64, **changes)  # type: ignore[arg-type]
+    config = RunnerConfig(backend="sim", sim_num_blocks=64, **changes)
     return clock, SimulatedExecutor(config, clock_ns=clock.read, sleep_until_ns=clock.sleep_until)
 
 
@@ -136,13 +136,13 @@ def test_tokens_cost_what_the_model_says() -> None:
 # --- strictness -----------------------------------------------------------------------------------------------
 
 
-def failure(*steps_: object, **changes: object) -> str:
+def failure(*steps_: Step, **changes: object) -> str:
     """The code of the last step's failure; the steps before must succeed."""
     executor = sim(**changes)
     for one in steps_[:-1]:
-        result = executor.execute(one, 0)  # type: ignore[arg-type]
+        result = executor.execute(one, 0)
         assert result.failure is None, result.failure
-    result = executor.execute(steps_[-1], 0)  # type: ignore[arg-type]
+    result = executor.execute(steps_[-1], 0)
     return "" if result.failure is None else result.failure.code
 
 
@@ -178,7 +178,7 @@ FILL = step(1, {1: 8}, arrivals=[new(1, range(8), [1, 2, 3])])
         "never heard of",
     ],
 )
-def test_a_scheduler_that_breaks_the_paging_rules_is_told_in_that_step(second: object, code: str) -> None:
+def test_a_scheduler_that_breaks_the_paging_rules_is_told_in_that_step(second: Step, code: str) -> None:
     assert failure(FILL, second) == code
 
 
@@ -265,6 +265,29 @@ def test_a_column_of_broken_length_fails_the_step_and_nothing_more(field: str) -
     result = executor.execute(broken, 0)
     assert result.failure is not None
     assert tokens_of(executor.execute(step(2, {3: 4}, arrivals=[new(3, range(4), [1])]), 0))
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        step(2, {1: 1}, filled={64: b"h" * 16}),
+        step(2, {1: 1}, filled={0: b"h" * 16}),
+        step(2, {1: 1}, filled={1: b"short"}),
+    ],
+    ids=["a page that doesn't exist", "the null page", "a hash of the wrong size"],
+)
+def test_filled_blocks_that_make_no_sense_fail_the_step_before_it_runs(odd: Step) -> None:
+    executor = sim()
+    executor.execute(FILL, 0)
+    result = executor.execute(odd, 0)
+    assert result.failure is not None and result.failure.code == "bad_step" and len(executor.inventory) == 0
+
+
+def test_a_step_without_rows_only_forgets() -> None:
+    executor = sim()
+    executor.execute(FILL, 0)
+    result = executor.execute(step(2, {}, left=[1]), 0)
+    assert tokens_of(result) == {} and executor.num_residents == 0
 
 
 def test_settings_that_leave_no_ids_are_refused() -> None:

@@ -27,6 +27,7 @@ from protocol.messages import (
     Hello,
     Limits,
     Outputs,
+    Refused,
     Rejected,
     RequestStatus,
     SchedulerStatus,
@@ -75,6 +76,7 @@ class FakeScheduler:
         self.tokens_allowed = 10**9
         self.refuse: Callable[[Submit], Rejected | None] = lambda submit: None
         self.accept = True
+        self.refuse_hello: Refused | None = None
         self.cached_tokens = 0
         self.runner = "ready"
         self.stalled_ms = 0
@@ -176,6 +178,9 @@ class FakeScheduler:
     def _handle(self, peer: bytes, message: object) -> None:
         if isinstance(message, Hello):
             self.record.hellos.append(message)
+            if self.refuse_hello is not None:
+                self.channel.refuse(peer, self.refuse_hello)
+                return
             welcome = Welcome(
                 "scheduler", wire.PROTOCOL_VERSION, wire.SCHEMA_DIGEST, self.instance, self.epoch, self.limits
             )

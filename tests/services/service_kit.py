@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
@@ -47,7 +48,7 @@ class Service:
         self._stop = StopSignal()
         self._listening = threading.Event()
         listener = listen(config)
-        self.address = f"http://127.0.0.1:{listener.getsockname()[1]}" if not config.uds else "http://uds"
+        self.address = "http://uds" if config.uds else f"http://127.0.0.1:{listener.getsockname()[1]}"
         self.server = ApiServer(config, tokenizer, ChatTemplate.of(tokenizer), keys)
         self.state = self.server.state
 
@@ -59,7 +60,8 @@ class Service:
         self._thread.start()
         assert self._listening.wait(10)
         headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
-        self.http = httpx.Client(base_url=self.address, timeout=20, headers=headers)
+        transport = httpx.HTTPTransport(uds=config.uds) if config.uds else None
+        self.http = httpx.Client(base_url=self.address, timeout=20, headers=headers, transport=transport)
         if self.scheduler is not None:
             self.scheduler.wait_for(lambda: bool(self.scheduler.channel.peers), "the API's hello")
 
@@ -135,3 +137,31 @@ def strict(text: str | bytes) -> Any:
         raise AssertionError(f"{name} is not JSON")
 
     return json.loads(text, parse_constant=refuse)
+
+
+def raw_request(
+    service: Service, method: str, path: str, headers: Sequence[tuple[bytes, bytes]] = (), body: bytes = b""
+) -> tuple[int, dict[str, str], bytes]:
+    """One request over a plain socket, with headers that HTTP libraries refuse to send: status, headers, body."""
+    lines = [f"{method} {path} HTTP/1.1".encode(), b"Host: x", b"Connection: close"]
+    lines += [b"Content-Type: application/json", b"Content-Length: %d" % len(body)] if body else []
+    lines += [name + b": " + value for name, value in headers]
+    with connect(service) as client:
+        client.sendall(b"\r\n".join(lines) + b"\r\n\r\n" + body)
+        answer = b""
+        while more := client.recv(65536):
+            answer += more
+    head, _, rest = answer.partition(b"\r\n\r\n")
+    status, *fields = head.decode("latin-1").split("\r\n")
+    return int(status.split()[1]), {k.lower(): v for k, v in (f.split(": ", 1) for f in fields)}, rest
+
+
+def connect(service: Service) -> socket.socket:
+    """A plain connection to the server."""
+    if service.config.uds:
+        client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        client.settimeout(20)
+        client.connect(service.config.uds)
+        return client
+    host, port = service.address.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=20)

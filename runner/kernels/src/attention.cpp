@@ -123,27 +123,47 @@ const T* key_at(const Step<T>& step, int row, int kv_head, int position) {
     return step.pool + 2 * page * plane + (int64_t(position % step.page_size) * step.kv_heads + kv_head) * step.head_dim;
 }
 
-// Fetches a share of what heads first .. first + count of a row hold at positions begin .. end. Pages are scattered and a
-// head's part of a token is a line or two: no hardware prefetcher follows that.
+// Fetches what is worked on next, a little at a time between the work on what is there: pages are scattered and a head's
+// part of a token is a line or two, so no hardware prefetcher follows, and many lines at once would only stall.
 template <typename T>
-void prefetch(const Step<T>& step, int row, int first, int count, int begin, int end) {
-    const int64_t plane = int64_t(step.page_size) * step.kv_heads * step.head_dim;
-    for (int position = begin; position < end; position++) {
-        const T* key = key_at(step, row, first, position);
-        for (int i = 0; i < count * step.head_dim; i += 64 / int(sizeof(T))) {
-            __builtin_prefetch(key + i, 0, 2);
-            __builtin_prefetch(key + plane + i, 0, 2);
+class Ahead {
+  public:
+    Ahead(const Step<T>& step, int head, int heads) : step(step), head(head), heads(heads) {}
+
+    void aim(int next_row, int begin, int past) {
+        row = next_row;
+        position = begin;
+        end = std::min(begin + kBlock, past);
+        share = (kBlock + kShares * heads - 1) / (kShares * heads);
+    }
+
+    void fetch() {
+        const int64_t plane = int64_t(step.page_size) * step.kv_heads * step.head_dim;
+        for (int stop = std::min(end, position + share); position < stop; position++) {
+            const T* key = key_at(step, row, head, position);
+            for (int i = 0; i < heads * step.head_dim; i += 64 / int(sizeof(T))) {
+                __builtin_prefetch(key + i, 0, 2);
+                __builtin_prefetch(key + plane + i, 0, 2);
+            }
         }
     }
-}
+
+  private:
+    static constexpr int kShares = 5;  // calls of fetch() per head and block
+    const Step<T>& step;
+    const int head, heads;
+    int row = 0, position = 0, end = 0, share = 0;
+};
 
 // Consecutive tokens of a row, times the query heads of `heads` key/value heads from `head` on. Query i is
 // (head, token, query head within the group), in this order.
 template <typename T>
 class Unit {
   public:
-    Unit(const Step<T>& step, int unit, int head, int heads, Scratch& scratch)
-        : step(step), row(step.unit_rows[unit]), first(step.unit_firsts[unit]), head(head), heads(heads) {
+    // `next` is the unit that this thread is likely to do after this one; past the last if none.
+    Unit(const Step<T>& step, int unit, int next, int head, int heads, Scratch& scratch)
+        : step(step), row(step.unit_rows[unit]), first(step.unit_firsts[unit]), next_unit(next), head(head), heads(heads),
+          ahead(step, head, heads) {
         const int length = step.qo_indptr[row + 1] - step.qo_indptr[row];
         const int count = std::min(step.unit_tokens, length - first);
         start = step.seq_lens[row] - length + first;
@@ -178,11 +198,13 @@ class Unit {
         std::fill(sums, sums + all * columns, 0.0f);
         for (block = 0; block < end; block += kBlock) {
             panels = std::min(2, (end - block + kPanel - 1) / kPanel);
+            if (block + kBlock < end)
+                ahead.aim(row, block + kBlock, end);
+            else if (next_unit < step.units)
+                ahead.aim(step.unit_rows[next_unit], 0, step.seq_lens[step.unit_rows[next_unit]]);
             for (int h = 0; h < heads; h++) {
                 gather(head + h);
-                // The next block of all heads, in as many shares as there are heads to hide them behind.
-                const int ahead = block + kBlock, left = std::min(kBlock, end - ahead);
-                prefetch(step, row, head, heads, ahead + left * h / heads, ahead + left * (h + 1) / heads);
+                ahead.fetch();
                 for (int t = 0; t < tiles; t++) {
                     const int base = rows * t / tiles;
                     attend_of(rows * (t + 1) / tiles - base, h * rows + base);
@@ -198,7 +220,8 @@ class Unit {
 
   private:
     const Step<T>& step;
-    const int row, first, head, heads;
+    const int row, first, next_unit, head, heads;
+    Ahead<T> ahead;
     int start, end;    // positions: of the first token, and past the last
     int rows;          // queries of one key/value head
     int columns;       // head_dim rounded up to whole panels
@@ -221,7 +244,9 @@ class Unit {
                 key[i] = position < end ? key_at(step, row, kv_head, position) : zeros;
                 value[i] = position < end ? key[i] + plane : zeros;
             }
+            ahead.fetch();
             pack_keys(key, keys + p * kPanel * step.head_dim, step.head_dim);
+            ahead.fetch();
             pack_values(value, values + p * kPanel * kPanel, step.head_dim);
         }
     }
@@ -317,12 +342,7 @@ void attention(const Step<T>& step) {
             const bool grouped = whole && unit_tokens_of(step, unit) == 1;
             if (grouped && head) continue;
             const int heads = grouped ? step.kv_heads : 1;
-            const int next = unit + threads;  // likely this thread's next one
-            if (grouped && next < step.units) {
-                const int row = step.unit_rows[next];
-                prefetch(step, row, 0, heads, 0, std::min<int>(kBlock, step.seq_lens[row]));
-            }
-            Unit<T>(step, unit, head, heads, scratch).run();
+            Unit<T>(step, unit, grouped ? unit + threads : step.units, head, heads, scratch).run();
         }
     }
 }
