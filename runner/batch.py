@@ -63,7 +63,7 @@ class Batch:
         self.num_tokens = np.zeros(capacity, np.int32)  # known tokens, sampled ones included
         self.num_computed = np.zeros(capacity, np.int32)  # of these, how many are in the KV pages
         self.num_pages = np.zeros(capacity, np.int32)
-        self.dead = np.zeros(capacity, np.bool_)  # failed alone: skipped until it leaves
+        self.dead = np.zeros(capacity, np.bool_)  # failed alone: never samples again
         self.page_table = np.zeros((capacity, self.max_pages), np.int32)
         # One wider than a sequence may be: the token sampled at the very end is known but never computed.
         self.tokens = np.zeros((capacity, limits.max_model_len + 1), np.int32)
@@ -165,14 +165,19 @@ class Batch:
         return slots
 
     def rows(self, slots: Int64s, counts: Int32s) -> Rows:
-        """The rows to compute; dead ones are left out. StepError if one reaches past its tokens or its pages."""
+        """The rows to compute. StepError if one reaches past its tokens or its pages.
+
+        A dead row goes on with the tokens that are known, since others may count on its pages, but samples no more.
+        """
         if len(counts) != len(slots):
             raise StepError(BAD_STEP, f"{len(slots)} ids with {len(counts)} token counts")
-        if self.dead[slots].any():
-            alive = ~self.dead[slots]
-            slots, counts = slots[alive], counts[alive]
         if len(slots) and counts.min() < 1:
             raise StepError(BAD_STEP, "a row of no tokens")
+        dead = self.dead[slots]
+        if dead.any():
+            known = self.num_tokens[slots] - self.num_computed[slots]
+            counts = np.where(dead, np.minimum(counts, known), counts)
+            slots, counts, dead = slots[counts > 0], counts[counts > 0], dead[counts > 0]
         total = int(counts.sum(dtype=np.int64))
         if total > self.limits.max_num_batched_tokens:
             raise StepError(OVER_LIMIT, f"{total} tokens in a step, limit {self.limits.max_num_batched_tokens}")
@@ -182,7 +187,7 @@ class Batch:
         self._refuse(ends > known, slots, "computes past its known tokens", ends, known)
         covered = self.num_pages[slots] * self.limits.block_size
         self._refuse(ends > covered, slots, "computes past its pages", ends, covered)
-        return Rows(self.ids[slots], slots, starts, counts, ends == known)
+        return Rows(self.ids[slots], slots, starts, counts, (ends == known) & ~dead)
 
     def _refuse(self, wrong: Bools, slots: Int64s, what: str, got: Int32s, limit: Int32s) -> None:
         if wrong.any():

@@ -3,8 +3,9 @@
 What is computed, and how, is the caller's (`compute`). Whatever goes wrong ends as a StepResult with a failure; nothing
 escapes to the loop.
 
-After a failure every request that the step names is forgotten and the pages it would have written are voided. Steps
-sent before the scheduler knew fail in turn if they name such a request or page, so no garbage is ever read.
+After a failure every request that the step names is *void*: forgotten, and left out of later steps until it leaves or
+arrives anew, because those steps were sent before the scheduler knew. The pages that a void request would have written
+are void too; a step whose arrivals count on one fails in turn, so no garbage is ever read and no innocent row stops.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from protocol.columns import i32
+from protocol.columns import i32, u64
 from protocol.messages import Limits, NewRequest, RowError, Step, StepFailure, StepResult, TokenLogprobs
-from runner.batch import BAD_STEP, OVER_LIMIT, Batch, Int32s, Int64s, Rows, StepError
+from runner.batch import BAD_STEP, OVER_LIMIT, Batch, Bools, Int32s, Int64s, Rows, StepError
 from runner.inventory import HASH_BYTES, Inventory
 from runner.pages import PageChecker
 from runner.params import ParamError
@@ -26,7 +27,6 @@ log = logging.getLogger("triptych.runner")
 
 VOIDED_PAGE = "voided_page"
 INTERNAL_ERROR = "internal_error"
-_NO_PAGES = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,12 @@ class StepMachine:
         self.inventory = Inventory(limits.num_blocks)
         self._checker = checker
         self._page_size = limits.block_size
+        self._void_requests: set[int] = set()
 
     def clear(self) -> None:
         """A new scheduler: forget all residents, keep the pages and what they hold."""
         self.batch.clear()
+        self._void_requests.clear()
         if self._checker:
             self._checker.clear()
 
@@ -73,20 +75,45 @@ class StepMachine:
         return StepResult(step.epoch, step.step_id, failure=failure)
 
     def _take_in(self, step: Step, errors: list[RowError]) -> Rows:
-        batch = self.batch
-        for request in np.frombuffer(step.left, "<u8").tolist():
+        for request in u64(step.left).tolist():
             self._forget(request)
         self._check_filled(step)
         self._take_swaps(step)
         for new in step.new:
             self._admit(new, errors)
-        slots = batch.lookup(step.ids)
-        if step.grow_rows:
-            self._grow(slots[_indices(step.grow_rows, len(slots))], i32(step.grow_counts), i32(step.grow_blocks))
-        rows = batch.rows(slots, i32(step.num_tokens))
+        requests, counts = u64(step.ids), i32(step.num_tokens)
+        if len(counts) != len(requests):
+            raise StepError(BAD_STEP, f"{len(requests)} ids with {len(counts)} token counts")
+        growth = (_indices(step.grow_rows, len(requests)), i32(step.grow_counts), i32(step.grow_blocks))
+        ids = step.ids
+        if self._void_requests:
+            alive = np.array([request not in self._void_requests for request in requests.tolist()], np.bool_)
+            ids, counts = requests[alive].tobytes(), counts[alive]
+            growth = self._void_growth(alive, *growth)
+        slots = self.batch.lookup(ids)
+        if len(growth[0]):
+            self._grow(slots[growth[0]], *growth[1:])
+        self._check_arrivals(step)
+        rows = self.batch.rows(slots, counts)
         if self._checker:
-            self._checker.check_step(batch, rows)
+            self._checker.check_step(self.batch, rows)
         return rows
+
+    def _void_growth(self, alive: Bools, rows: Int64s, counts: Int32s, pages: Int32s) -> tuple[Int64s, Int32s, Int32s]:
+        """Pages that void requests grow by are void; what is left of the growth, as indices into the alive rows."""
+        growing = alive[rows]
+        kept = np.repeat(growing, counts)
+        self._hand_over(pages[~kept])
+        self._void_pages(pages[~kept])
+        return (np.cumsum(alive) - 1)[rows[growing]], counts[growing], pages[kept]
+
+    def _check_arrivals(self, step: Step) -> None:
+        for new in step.new:
+            slot = self.batch.slot(new.id)
+            assert slot is not None
+            lost = self.inventory.voided(self.batch.pages(slot)[: new.num_computed // self._page_size])
+            if len(lost):
+                raise StepError(VOIDED_PAGE, f"request {new.id} counts on pages {lost.tolist()[:8]}, whose step failed")
 
     def _check_filled(self, step: Step) -> None:
         pages = i32(step.filled_blocks)
@@ -106,6 +133,7 @@ class StepMachine:
         self._hand_over(back[:, 0])
 
     def _forget(self, request: int) -> None:
+        self._void_requests.discard(request)
         slot = self.batch.slot(request)
         if slot is not None:
             if self._checker:
@@ -119,9 +147,6 @@ class StepMachine:
         cached = pages[: new.num_computed // self._page_size]
         if self._checker:
             self._checker.admitted(new.id, new.num_computed, pages)
-        if len(self.inventory.voided(cached)):
-            lost = self.inventory.voided(cached).tolist()
-            raise StepError(VOIDED_PAGE, f"request {new.id} counts on pages {lost[:8]}, whose step failed")
         self.inventory.handed_over(pages[len(cached) :])
         try:
             self.batch.params.set(slot, new.params)
@@ -153,8 +178,6 @@ class StepMachine:
             slots, tokens = slots[~bad], tokens[~bad]
         positions = batch.num_tokens[slots]
         batch.advance(rows, slots, tokens)
-        if sampled.bad:
-            self._undo_progress(rows)
         self._record_filled(step)
         return StepResult(
             step.epoch,
@@ -169,21 +192,13 @@ class StepMachine:
 
     def _record_filled(self, step: Step) -> None:
         if step.filled_blocks:
+            pages = i32(step.filled_blocks)
             hashes = np.frombuffer(step.filled_hashes, np.uint8).reshape(-1, HASH_BYTES)
-            self.inventory.filled(i32(step.filled_blocks), hashes)
-        if self.batch.dead.any():
-            # A dead row's pages were computed from bad values, or are not computed any more: nobody may reuse them.
-            for slot in np.flatnonzero(self.batch.dead).tolist():
-                self._void_pages(self._unfinished(slot))
-
-    def _undo_progress(self, rows: Rows) -> None:
-        """A row that died in this step stands where it stood before it."""
-        dead = self.batch.dead[rows.slots]
-        self.batch.num_computed[rows.slots[dead]] = rows.starts[dead]
-
-    def _unfinished(self, slot: int) -> Int32s:
-        """The pages of a dead row from where it died on; earlier ones hold what any other request would put there."""
-        return self.batch.pages(slot)[int(self.batch.num_computed[slot]) // self._page_size :]
+            written = np.isin(pages, self.inventory.voided(pages), invert=True)
+            self.inventory.filled(pages[written], hashes[written])
+        for slot in np.flatnonzero(self.batch.dead).tolist():
+            # What a request without finite logits computed is nothing to offer to the next scheduler.
+            self.inventory.take_back(self.batch.pages(slot))
 
     def _void_pages(self, pages: Int32s) -> None:
         self.inventory.void(pages)
@@ -194,24 +209,20 @@ class StepMachine:
         """Forget what a failed step names. It may be malformed in any way: read of it only what can be read."""
         requests = [new.id for new in step.new]
         if len(step.ids) % 8 == 0:
-            requests += np.frombuffer(step.ids, "<u8").tolist()
-        counts = i32(step.num_tokens) if len(step.num_tokens) % 4 == 0 else _NO_PAGES
-        widest = int(counts.max()) if len(counts) else 0
+            requests += u64(step.ids).tolist()
         for request in requests:
             slot = self.batch.slot(request)
-            if slot is None:
-                continue
-            start = int(self.batch.num_computed[slot])
-            first, last = start // self._page_size, -(-(start + widest) // self._page_size)
-            self._void_pages(self.batch.pages(slot)[first:last])
-            self._forget(request)
+            if slot is not None:
+                self._void_pages(self.batch.pages(slot)[int(self.batch.num_computed[slot]) // self._page_size :])
+                self._forget(request)
+        self._void_requests.update(requests)
         if len(step.filled_blocks) % 4 == 0:
             pages = i32(step.filled_blocks)
-            self.inventory.take_back(pages[(pages > 0) & (pages < self.batch.limits.num_blocks)])
+            self._void_pages(pages[(pages > 0) & (pages < self.batch.limits.num_blocks)])
 
 
-def _indices(column: bytes, limit: int) -> Int32s:
-    rows = i32(column)
+def _indices(column: bytes, limit: int) -> Int64s:
+    rows = i32(column).astype(np.int64)
     if len(rows) and (rows.min() < 0 or rows.max() >= limit):
         raise StepError(BAD_STEP, f"a row index is outside 0..{limit - 1}")
     return rows

@@ -396,6 +396,8 @@ class CoreScheduler(Scheduler):
         request = self.requests.get(error.id)
         if request is not None and request.incarnation == error.incarnation:
             request.end_code, request.end_message = error.code, error.message
+            for block in request.blocks:
+                self.pool.forget(block)  # whatever made this row fail may be in its KV: nobody else shall read it
             self.finish(request, S.ERROR)
 
     def _fail(self, flight: Flight, failure: StepFailure) -> None:

@@ -31,7 +31,7 @@ from protocol.messages import (
     Submit,
     Welcome,
 )
-from protocol.process import StopSignal
+from protocol.process import EXIT_REPLACED, StopSignal
 from scheduler.config import SchedulerConfig
 from scheduler.interface import Scheduler
 from scheduler.metrics import Metrics
@@ -146,7 +146,7 @@ class SchedulerProcess:
             return EXIT_OK
         except Stopped as end:
             log.error("%s", end)
-            self._leave("fenced" if end.code == EXIT_OK else "shutdown", str(end))
+            self._leave("takeover" if end.code == EXIT_REPLACED else "shutdown", str(end))
             return end.code
 
     def _leave(self, code: str, why: str) -> None:
@@ -258,7 +258,7 @@ class SchedulerProcess:
 
     def _on_runner_goodbye(self, goodbye: Goodbye) -> None:
         if goodbye.code in ("fenced", "takeover"):
-            raise Stopped(EXIT_OK, f"another scheduler has taken over: {goodbye.message}")
+            raise Stopped(EXIT_REPLACED, f"another scheduler has taken over: {goodbye.message}")
         log.warning("the runner left (%s): requests wait for the next one", goodbye.message or goodbye.code)
         self._send_status()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
@@ -12,8 +14,8 @@ class ClientGone(Exception):
     """The client has disconnected: nobody is left to answer."""
 
 
-async def read_json_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The whole body of a JSON request. Raises ApiError 415 or 413, or ClientGone."""
+async def read_json_body(scope: Scope, receive: Receive, limit: int, patience_s: float) -> bytes:
+    """The whole body of a JSON request that arrives within `patience_s`. Raises ApiError 415, 413, 408, or ClientGone."""
     headers = Headers(scope=scope)
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind and kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
@@ -27,16 +29,25 @@ async def read_json_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         raise too_large
     parts: list[bytes] = []
     size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > limit:
-            raise too_large
-        if not message.get("more_body", False):
-            return b"".join(parts)
+    try:
+        async with asyncio.timeout(patience_s or None):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > limit:
+                    raise too_large
+                if not message.get("more_body", False):
+                    return b"".join(parts)
+    except TimeoutError:
+        raise ApiError(
+            408,
+            f"The body did not arrive within {patience_s:g} s",
+            code="body_timeout",
+            headers={"Connection": "close"},
+        ) from None
 
 
 async def send_body(

@@ -23,6 +23,7 @@ class Chain:
     def __init__(self, config: ApiConfig, channel: ClientChannel[Any], clock: Callable[[], float]) -> None:
         self.limits: Limits | None = None
         self.status: SchedulerStatus | None = None
+        self.refusal: ApiError | None = None
         self._config = config
         self._channel = channel
         self._clock = clock
@@ -43,9 +44,17 @@ class Chain:
         elif self._away_since is None:
             self._away_since = self._clock()
         if self.ready or self.given_up:
-            for waiter in self._waiters:
-                if not waiter.done():
-                    waiter.set_result(None)
+            self._wake()
+
+    def refuse(self, error: ApiError) -> None:
+        """From now on nobody may wait for the chain or begin anything with it."""
+        self.refusal = error
+        self._wake()
+
+    def _wake(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
     @property
     def ready(self) -> bool:
@@ -88,6 +97,8 @@ class Chain:
     async def wait_for_limits(self) -> Limits:
         """The model's limits, as soon as they are known. Raises ApiError 503 once the chain is away for too long."""
         while True:
+            if self.refusal is not None:
+                raise self.refusal
             if self.given_up:
                 raise self.absence()
             if self.limits is not None:

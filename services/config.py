@@ -38,6 +38,9 @@ class ApiConfig:
     api_key_file: str = setting("", help="file with one API key per line, in addition to api_key")
     cors_origins: tuple[str, ...] = setting((), help="origins that browsers may call from; `*` for all")
     max_body_bytes: int = setting(32 * 2**20, help="largest request body", unit="bytes", minimum=1024)
+    body_timeout_s: float = setting(
+        60.0, help="how long a client may take to send a request body; 0: for ever", unit="s", minimum=0
+    )
     max_choices: int = setting(
         1024, help="most choices (prompts times n) that one HTTP request may ask for", minimum=1, maximum=16384
     )

@@ -143,16 +143,9 @@ class Engine:
                 self._settle(generation, None)
 
     def _nudge_calls(self, now: float) -> None:
-        ping, patience = self._config.sse_ping_s, self._config.write_timeout_s
         for call in list(self.calls):
-            if call.writing_since:
-                if patience and now - call.writing_since > patience and call.task is not None:
-                    self._metrics.write_timeouts.inc()
-                    call.disconnected = True
-                    call.task.cancel()
-            elif ping and call.streaming and now - call.last_write > ping:
-                call.ping_due = True
-                call.wake()
+            if call.keep(now, self._config.sse_ping_s, self._config.write_timeout_s):
+                self._metrics.write_timeouts.inc()
 
     # --- what the routes call ---------------------------------------------------------------------------------
 
@@ -183,7 +176,9 @@ class Engine:
         call.generations.append(generation)
         self._live[request_id] = generation
         self.calls.add(call)
-        if self._channel.connected:
+        if self.chain.refusal is not None:
+            self._fail(generation, self.chain.refusal)
+        elif self._channel.connected:
             self._send(generation)
         return generation
 
@@ -209,8 +204,9 @@ class Engine:
             else:
                 self._metrics.generation_over(generation, self._clock())
 
-    def fail_all(self, error: ApiError) -> None:
-        """End every live generation with `error`."""
+    def refuse_all(self, error: ApiError) -> None:
+        """End every live generation with `error`, and any that may still be submitted."""
+        self.chain.refuse(error)
         for generation in list(self._live.values()):
             self._drop(generation)
             self._fail(generation, error)

@@ -128,6 +128,19 @@ class Call:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    def keep(self, now: float, ping_s: float, patience_s: float) -> bool:
+        """Ask for a ping after `ping_s` of silence; give up a client that takes no data for `patience_s`: then True."""
+        if self.writing_since:
+            if not patience_s or now - self.writing_since <= patience_s or self.disconnected or self.task is None:
+                return False
+            self.disconnected = True
+            self.task.cancel()
+            return True
+        if ping_s and self.streaming and now - self.last_write > ping_s:
+            self.ping_due = True
+            self.wake()
+        return False
+
     def disconnect(self) -> None:
         """The client has gone away."""
         self.disconnected = True

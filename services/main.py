@@ -26,6 +26,7 @@ def run(config: ApiConfig) -> int:
     A second signal ends the process at once.
     """
     setup_logging("api", config.log_level)
+    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))
     die_with_parent()
     with StopSignal() as stop:
         try:

@@ -156,7 +156,11 @@ class ApiMetrics:
 
     def token_counts(self) -> tuple[float, float]:
         """Prompt tokens and generated tokens so far."""
-        return self.prompt_tokens._value.get(), self.generation_tokens._value.get()
+        return self.value("prompt_tokens_total"), self.value("generation_tokens_total")
+
+    def value(self, name: str) -> float:
+        """What `triptych_api_<name>` reads now; for a metric without labels of its own."""
+        return self.registry.get_sample_value(f"triptych_api_{name}", {"model_name": self.model}) or 0.0
 
     def gauge(self, name: str, help: str, read: Callable[[], float]) -> None:
         """Export `read()` as `triptych_api_<name>`. It is called from the scraping thread."""

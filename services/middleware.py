@@ -17,6 +17,7 @@ from services.metrics import ApiMetrics
 log = logging.getLogger("triptych.api")
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
+MODEL_ROUTE = "/v1/models/{name}"
 MAX_REQUEST_ID = 128
 MAX_AUTHORIZATION = 4096
 CLIENT_CLOSED_REQUEST = 499
@@ -62,7 +63,13 @@ class Edge:
             error = internal()
         if error is not None and not status:
             await send_body(send_with_id, error.body(), status=error.status, headers=error.headers)
-        self._metrics.request_done(scope["path"] if scope["path"] in self._paths else "other", status)
+        self._metrics.request_done(self._endpoint(scope["path"]), status)
+
+    def _endpoint(self, path: str) -> str:
+        """The route for metrics: a client can't make up new label values."""
+        if path in self._paths:
+            return path
+        return MODEL_ROUTE if path.startswith("/v1/models/") else "other"
 
 
 def _request_id(scope: Scope) -> str:

@@ -138,7 +138,7 @@ class ApiServer:
                 log.error("%s", self._fatal)
             elif not serving.done():
                 await self._drain()
-            self.state.engine.fail_all(unavailable("The server is shutting down", "shutting_down"))
+            self.state.engine.refuse_all(unavailable("The server is shutting down", "shutting_down"))
             server.should_exit = True
             await serving
         finally:

@@ -7,6 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from starlette.types import Receive, Scope
+
+from services.bodies import read_json_body
 from services.config import ApiConfig
 from services.engine import Engine
 from services.errors import ApiError
@@ -44,6 +47,10 @@ class ApiState:
         """All ids that end an answer: what the tokenizer's files say and what the runner says."""
         limits = self.engine.chain.limits
         return tuple(dict.fromkeys([*self.text.tokenizer.eos_token_ids, *(limits.eos_token_ids if limits else ())]))
+
+    async def read_body(self, scope: Scope, receive: Receive) -> bytes:
+        """A JSON request's body within the configured limits."""
+        return await read_json_body(scope, receive, self.config.max_body_bytes, self.config.body_timeout_s)
 
     def check_model(self, name: str | None) -> None:
         """ApiError 404 for a model that isn't served. Absent means the one that is; "" is a name like any other."""

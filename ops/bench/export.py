@@ -20,13 +20,17 @@ def export(source: Path, target: Path) -> None:
     from safetensors.torch import save_file
 
     from runner.loader.gguf import GgufCheckpoint
+    from runner.model.parameters import HEAD
     from services.text.tokenizer import load_tokenizer
 
     checkpoint = GgufCheckpoint(source)
     config = checkpoint.config
     tokenizer = load_tokenizer(source)
     target.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in checkpoint.tensors()}
+    tensors = {
+        name if name == HEAD else f"model.{name}": tensor.to(torch.bfloat16).contiguous()
+        for name, tensor in checkpoint.tensors()
+    }
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     ends = list(tokenizer.eos_token_ids)
     described = {

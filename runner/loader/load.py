@@ -63,8 +63,8 @@ def load_model(
 ) -> LoadedModel:
     """Load a GGUF file or a Hugging Face directory.
 
-    `ops`: or a function that makes them for the dtype that `dtype` turns out to mean.
     `dtype`: `auto` (the checkpoint's own; bfloat16 for quantized weights), `bfloat16`, `float32` or `float16`.
+    `ops`: the operations to pack weights for and run with, or a function that makes them for the resulting dtype.
     `max_model_len`: longest sequence, in tokens, that will be run; the model's own limit if None. It also fixes the
     frequencies of dynamic NTK RoPE. `cache_dir`: where dequantized GGUF weights stay between starts; None keeps none.
     Raises ModelError, before anything is allocated, for whatever the checkpoint's configuration and headers tell.
@@ -77,21 +77,18 @@ def load_model(
     is_gguf = path.is_file()
     entry = cache.entry_path(cache_dir, path, dtype) if is_gguf and cache_dir is not None else None
     cached = cache.read(entry) if entry is not None else None
-    if cached is not None:
-        config, tokenizer_vocab_size = cached.config, cached.tokenizer_vocab_size
-        max_positions = _max_positions(config, max_model_len)
-        parameters = {name: tensor.to(device) for name, tensor in cached.parameters.items()}
+    source: Checkpoint | cache.CachedModel
+    source = cached or (GgufCheckpoint(path) if is_gguf else HuggingFaceCheckpoint(path))
+    config, tokenizer_vocab_size = source.config, source.tokenizer_vocab_size
+    max_positions, compute_dtype = _max_positions(config, max_model_len), _compute_dtype(config, dtype)
+    if isinstance(source, cache.CachedModel):
+        parameters = {name: tensor.to(device) for name, tensor in source.parameters.items()}
     else:
-        checkpoint: Checkpoint = GgufCheckpoint(path) if is_gguf else HuggingFaceCheckpoint(path)
-        config, tokenizer_vocab_size = checkpoint.config, checkpoint.tokenizer_vocab_size
-        max_positions = _max_positions(config, max_model_len)
-        parameters = _read(checkpoint, _compute_dtype(config, dtype), device)
+        parameters = _read(source, compute_dtype, device)
         if entry is not None:
             cache.write(entry, cache.CachedModel(config, tokenizer_vocab_size, parameters))
-    if callable(ops):
-        ops = ops(next(iter(parameters.values())).dtype)
-    decoder = Decoder(config, parameters, ops, max_positions)
-    return LoadedModel(config, decoder, decoder.dtype, tokenizer_vocab_size)
+    decoder = Decoder(config, parameters, ops(compute_dtype) if callable(ops) else ops, max_positions)
+    return LoadedModel(config, decoder, compute_dtype, tokenizer_vocab_size)
 
 
 def _compute_dtype(config: ModelConfig, asked: str) -> torch.dtype:

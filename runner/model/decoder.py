@@ -70,7 +70,7 @@ class Decoder:
     def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
         """token_ids, positions: i64 [T], as `attention` was planned for -> [T, hidden], final norm applied."""
         ops, config = self._ops, self.config
-        sizes = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         residual = self._embedding.index_select(0, token_ids)
         for index, layer in enumerate(self._layers):
             normed = ops.rms_norm(residual, layer.input_norm, config.rms_norm_eps)

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from protocol.messages import Limits, SamplingParams
 from services import schema
-from services.bodies import ClientGone, read_json_body
+from services.bodies import ClientGone
 from services.choice import TextOptions
 from services.errors import invalid, unavailable
 from services.formats import Head
@@ -21,6 +21,8 @@ from services.journal import Call
 from services.sampling import build_params, output_limit, room, seed_of, stop_strings
 from services.sse import DisconnectWatch
 from services.state import ApiState
+
+MAX_NAME = 1024
 
 R = TypeVar("R", bound=schema.Sampling)
 
@@ -39,7 +41,7 @@ class GenerationEndpoint(ABC, Generic[R]):
         state = self.state
         if state.draining:
             raise unavailable("The server is shutting down", "shutting_down")
-        body = await read_json_body(scope, receive, state.config.max_body_bytes)
+        body = await state.read_body(scope, receive)
         call = Call(state.clock, scope["state"]["request_id"])
         with DisconnectWatch(receive, call):
             try:
@@ -60,6 +62,9 @@ class GenerationEndpoint(ABC, Generic[R]):
             raise invalid("stream_options: only allowed with stream", "stream_options")
         if request.cache_salt == "":
             raise invalid("cache_salt: must not be empty", "cache_salt")
+        for name, text in (("cache_salt", request.cache_salt), ("user", request.user)):
+            if text is not None and len(text) > MAX_NAME:
+                raise invalid(f"{name}: {len(text)} characters, at most {MAX_NAME} are allowed", name, "out_of_range")
         return await self.prepare(request, await self.state.engine.chain.wait_for_limits(), tenant)
 
     @abstractmethod

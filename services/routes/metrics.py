@@ -29,17 +29,17 @@ class MetricsRoute:
 
     def __init__(self, state: ApiState) -> None:
         self._state = state
-        self._executor = ThreadPoolExecutor(2, thread_name_prefix="metrics")
+        self._executor = ThreadPoolExecutor(3, thread_name_prefix="metrics")
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus text, version 0.0.4."""
         loop = asyncio.get_running_loop()
         directory = self._state.config.runtime_dir
-        others = await asyncio.gather(
-            *(loop.run_in_executor(self._executor, fetch, f"{directory}/{role}.metrics.sock") for role in ROLES)
+        texts = await asyncio.gather(
+            loop.run_in_executor(self._executor, generate_latest, self._state.metrics.registry),
+            *(loop.run_in_executor(self._executor, fetch, f"{directory}/{role}.metrics.sock") for role in ROLES),
         )
-        own = generate_latest(self._state.metrics.registry)
-        return Response(b"".join([own, *others]), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        return Response(b"".join(texts), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 def fetch(path: str) -> bytes:

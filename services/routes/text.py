@@ -8,7 +8,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from services import schema
-from services.bodies import read_json_body, send_body
+from services.bodies import send_body
 from services.conversation import tokenize_chat
 from services.errors import invalid
 from services.sampling import check_ids
@@ -23,7 +23,7 @@ class Tokenize:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer `{"count", "max_model_len", "tokens", "token_strs"}`."""
-        body = await read_json_body(scope, receive, self.state.config.max_body_bytes)
+        body = await self.state.read_body(scope, receive)
         request, unknown = schema.decode(body, schema.TokenizeRequest)
         self.state.note_unknown(unknown)
         self.state.check_model(request.model)
@@ -62,7 +62,7 @@ class Detokenize:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer `{"prompt"}`."""
-        body = await read_json_body(scope, receive, self.state.config.max_body_bytes)
+        body = await self.state.read_body(scope, receive)
         request, unknown = schema.decode(body, schema.DetokenizeRequest)
         self.state.note_unknown(unknown)
         self.state.check_model(request.model)

@@ -21,7 +21,8 @@ from services.config import ApiConfig
 
 ROOT = Path(__file__).parent.parent.parent
 DOCKERFILES = [ROOT / "ops/docker/Dockerfile", ROOT / "ops/docker/Dockerfile.gpu"]
-CONFIGS = {"api": ApiConfig, "scheduler": SchedulerConfig, "runner": RunnerConfig, "runner-gpu": RunnerConfig}
+ROLES = {"api": ApiConfig, "scheduler": SchedulerConfig, "runner": RunnerConfig}
+CONFIGS = {name: config for role, config in ROLES.items() for name, config in ((role, config), (f"{role}-gpu", config))}
 RUNNERS = ("runner", "runner-gpu")
 
 
@@ -42,19 +43,13 @@ def test_there_is_no_top_level_key_that_one_generation_of_compose_refuses() -> N
     assert {key for key in compose() if not key.startswith("x-")} == {"services", "networks", "volumes"}
 
 
-def test_each_process_has_one_service_and_each_runner_its_own_profile() -> None:
+def test_each_profile_has_one_service_per_process() -> None:
     assert set(compose()["services"]) == {*CONFIGS, "prometheus", "grafana"}
     for name in CONFIGS:
         assert service(name)["command"][0] == name.removesuffix("-gpu")
-    profiles = {name: service(name).get("profiles") for name in compose()["services"]}
-    assert profiles == {
-        "api": None,
-        "scheduler": None,
-        "prometheus": None,
-        "runner": ["cpu"],
-        "runner-gpu": ["gpu"],
-        "grafana": ["monitoring"],
-    }
+        assert service(name)["profiles"] == ["gpu" if name.endswith("-gpu") else "cpu"]
+    assert service("grafana")["profiles"] == ["monitoring"]
+    assert "profiles" not in service("prometheus")
     assert "COMPOSE_PROFILES=cpu\n" in (ROOT / ".env").read_text()
 
 
@@ -78,42 +73,48 @@ def test_an_init_process_is_pid_1_and_no_shell_stands_between_it_and_the_server(
         assert all(start.startswith('["') for start in starts)
 
 
-def test_health_checks_run_python_in_the_image_and_wait_for_the_longest_start() -> None:
+def test_health_checks_run_python_in_the_image_and_wait_for_a_long_start() -> None:
     for name in CONFIGS:
         health = service(name)["healthcheck"]
         assert health["test"][0] == "CMD"
         assert health["test"][1:] == ["python3", "-IS", "/opt/triptych/healthcheck.py", name.removesuffix("-gpu")]
-        assert seconds(health["start_period"]) >= {"api": 60, "scheduler": 600}.get(name, 600)
-    longest = max(seconds(service(name)["healthcheck"]["start_period"]) for name in RUNNERS)
-    assert seconds(service("scheduler")["healthcheck"]["start_period"]) >= longest
+        assert seconds(health["start_period"]) >= (600 if name in RUNNERS else 60)
     text = (ROOT / "docker-compose.yml").read_text() + "".join(path.read_text() for path in DOCKERFILES)
     assert not re.search(r"\b(curl|wget)\b", text)
     for dockerfile in DOCKERFILES:
         assert "COPY ops/docker/healthcheck.py /opt/triptych/healthcheck.py" in dockerfile.read_text()
 
 
-def test_services_start_in_the_order_of_health() -> None:
-    assert service("api")["depends_on"] == {"scheduler": {"condition": "service_healthy"}}
-    assert service("prometheus")["depends_on"] == {"api": {"condition": "service_healthy"}}
-    # A dependency on a service of a profile that isn't chosen makes the whole file invalid.
-    always = {name for name in compose()["services"] if "profiles" not in service(name)}
+@pytest.mark.parametrize("suffix", ["", "-gpu"])
+def test_services_start_in_the_order_of_health_and_so_stop_in_the_reverse(suffix: str) -> None:
+    healthy = {"condition": "service_healthy"}
+    assert service(f"api{suffix}")["depends_on"] == {f"scheduler{suffix}": healthy}
+    assert service(f"scheduler{suffix}")["depends_on"] == {f"runner{suffix}": healthy}
+    assert "depends_on" not in service(f"runner{suffix}")
+
+
+def test_no_service_depends_on_one_of_another_profile() -> None:
+    # Compose calls the whole file invalid then.
     for name in compose()["services"]:
-        assert set(service(name).get("depends_on", {})) <= always
+        for other in service(name).get("depends_on", {}):
+            assert service(other).get("profiles", service(name).get("profiles")) == service(name).get("profiles")
 
 
 def test_the_stop_grace_leaves_room_for_draining() -> None:
     drain = float(service("api")["environment"]["TRIPTYCH_SHUTDOWN_GRACE_S"])
     assert seconds(service("api")["stop_grace_period"]) >= drain + 10
-    for name in CONFIGS:
-        assert seconds(service(name)["stop_grace_period"]) > 10
+    assert service("api-gpu")["stop_grace_period"] == service("api")["stop_grace_period"]
+    assert all(seconds(service(name)["stop_grace_period"]) > 10 for name in CONFIGS)
 
 
 def test_all_processes_share_one_private_network_and_only_http_is_published_on_loopback() -> None:
     assert list(compose()["networks"]) == ["triptych"]
     assert all(list(service(name)["networks"]) == ["triptych"] for name in compose()["services"])
     published = {name: service(name)["ports"] for name in compose()["services"] if "ports" in service(name)}
+    http = ["${TRIPTYCH_PUBLISH:-127.0.0.1:8000}:8000"]
     assert published == {
-        "api": ["${TRIPTYCH_PUBLISH:-127.0.0.1:8000}:8000"],
+        "api": http,
+        "api-gpu": http,
         "grafana": ["127.0.0.1:3000:3000"],
     }
     assert service("api")["environment"]["TRIPTYCH_HOST"] == "0.0.0.0"
@@ -123,7 +124,7 @@ def test_sockets_models_and_compiled_kernels_lie_on_volumes() -> None:
     sockets = {name: "sockets:/run/triptych" in service(name)["volumes"] for name in CONFIGS}
     assert all(sockets.values())
     assert all(service(name)["environment"]["TRIPTYCH_RUNTIME_DIR"] == "/run/triptych" for name in CONFIGS)
-    for name in ("api", *RUNNERS):
+    for name in ("api", "api-gpu", *RUNNERS):
         assert any(volume.endswith(":/models:ro") for volume in service(name)["volumes"])
     for name in RUNNERS:
         assert any(volume.endswith(":/var/cache/triptych") for volume in service(name)["volumes"])
@@ -147,7 +148,8 @@ def test_prometheus_scrapes_every_process_at_its_service_name_and_metrics_port()
     targets = [t for job in config["scrape_configs"] for static in job["static_configs"] for t in static["targets"]]
     port = service("api")["environment"]["TRIPTYCH_METRICS_PORT"]
     assert targets == [f"{name}:{port}" for name in ("api", "scheduler", "runner")]
-    assert service("runner-gpu")["networks"]["triptych"]["aliases"] == ["runner"]
+    for role in ROLES:
+        assert service(f"{role}-gpu")["networks"]["triptych"]["aliases"] == [role]
     assert all(service(name)["environment"]["TRIPTYCH_METRICS_HOST"] == "0.0.0.0" for name in CONFIGS)
 
 

@@ -134,12 +134,18 @@ def test_growth_that_does_not_add_up_is_refused(counts: list[int], pages: list[i
         batch.grow(batch.lookup(pack_u64([1])), np.array(counts, np.int32), np.array(pages, np.int32))
 
 
-def test_dead_rows_are_left_out_until_they_leave() -> None:
+def test_a_dead_row_computes_what_is_known_and_samples_no_more_until_it_leaves() -> None:
     batch = Batch(limits())
-    slot = batch.add(new(1, range(4), [1]))
+    slot = batch.add(new(1, range(6), [1, 2]))
     batch.add(new(2, range(4), [2]))
     batch.dead[slot] = True
-    assert rows_of(batch, {1: 4, 2: 4}).ids.tolist() == [2]
+    rows = rows_of(batch, {1: 4, 2: 4})
+    assert rows.ids.tolist() == [1, 2] and rows.samples.tolist() == [False, True]
+    batch.advance(rows, rows.slots[rows.samples], np.zeros(1, np.int32))
+    last = rows_of(batch, {1: 3})  # the scheduler counts on a sampled token that will never be
+    assert last.counts.tolist() == [2] and last.samples.tolist() == [False]
+    batch.advance(last, last.slots[last.samples], np.zeros(0, np.int32))
+    assert len(rows_of(batch, {1: 1})) == 0
     batch.remove(1)
     assert not batch.dead[batch.add(new(3, range(4), [3]))]
 

@@ -111,7 +111,7 @@ def prompts(reader: GGUFReader) -> list[list[int]]:
         text = (words[7 * index :] + words * 4)[:length]
         noise = rng.integers(3, 49_000, size=length).tolist()
         made.append([text, (PARIS + text)[:length], noise if length < 32 else text][index % 3])
-    assert PARIS in made
+    made[LENGTHS.index(len(PARIS))] = PARIS
     return made
 
 

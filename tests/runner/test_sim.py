@@ -256,6 +256,41 @@ def test_a_request_whose_parameters_cannot_be_used_fails_alone() -> None:
     assert list(tokens_of(after)) == [1] and not after.errors
 
 
+def test_what_a_refused_request_computes_may_be_shared() -> None:
+    bad = new(1, range(9), [1, 2, 3], params=SamplingParams(max_tokens=5, allowed_token_ids=(5000,)))
+    first = step(1, {1: 4}, arrivals=[bad])
+    chunk = step(2, {1: 5, 2: 4}, arrivals=[new(2, range(12), [1, 2, 8], num_computed=8)])
+    assert failure(first, chunk) == ""
+
+
+def test_rows_that_were_not_in_a_failed_step_are_not_disturbed_by_it() -> None:
+    undisturbed = outputs(count=4)
+    executor = sim()
+    both = [new(1, PROMPT, [1, 2, 3]), new(2, [1, 2, 3], [20])]
+    got = [tokens_of(executor.execute(step(1, {1: 6, 2: 3}, arrivals=both), 0))]
+    assert executor.execute(step(2, {2: 1, 99: 1}), 0).failure is not None
+    # Sent before the failure was known: the void row is passed over, with what it grows by.
+    got.append(tokens_of(executor.execute(step(3, {2: 1, 1: 1}, grow={2: [21], 1: [4]}), 0)))
+    again = new(2, [1, 2, 3, got[0][2]], [20, 21], num_prompt=3, incarnation=2)
+    got.append(tokens_of(executor.execute(step(4, {2: 4, 1: 1}, arrivals=[again]), 0)))
+    got.append(tokens_of(executor.execute(step(5, {1: 1, 2: 1}), 0)))
+    assert [found.keys() for found in got] == [{1, 2}, {1}, {1, 2}, {1, 2}]
+    assert [found[1] for found in got] == undisturbed
+
+
+def test_nobody_may_count_on_pages_that_a_void_request_was_to_fill() -> None:
+    executor = sim(sim_strict=False)
+    executor.execute(step(1, {2: 3}, arrivals=[new(2, range(8), [20])]), 0)
+    assert executor.execute(step(2, {2: 1, 99: 1}), 0).failure is not None
+    grown = step(3, {2: 4}, grow={2: [21]}, filled={21: b"h" * 16})
+    assert executor.execute(grown, 0).failure is None and len(executor.inventory) == 0
+    hit = step(4, {5: 4}, arrivals=[new(5, range(8), [21, 30], num_computed=4)])
+    result = executor.execute(hit, 0)
+    assert result.failure is not None and result.failure.code == "voided_page"
+    cold = step(5, {5: 8}, arrivals=[new(5, range(8), [21, 30], incarnation=2)])
+    assert tokens_of(executor.execute(cold, 0))
+
+
 @pytest.mark.parametrize("field", ["ids", "num_tokens", "left", "grow_rows", "filled_blocks", "swap_in"])
 def test_a_column_of_broken_length_fails_the_step_and_nothing_more(field: str) -> None:
     import msgspec

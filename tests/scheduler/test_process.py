@@ -14,6 +14,7 @@ import zmq
 from protocol import wire
 from protocol.columns import pack_i32
 from protocol.messages import Goodbye, Refused, RequestStatus
+from protocol.process import EXIT_REPLACED
 from scheduler.process import load_scheduler_class
 from tests.scheduler.ends import Chain
 from tests.scheduler.isolated import limits, solo_tokens
@@ -189,7 +190,7 @@ def test_a_fenced_scheduler_ends_and_says_goodbye_to_its_apis(make_chain: MakeCh
     assert chain.runner is not None
     chain.runner.channel.drop(chain.runner.channel.peers[0], Goodbye("fenced", "scheduler xyz holds epoch 9"))
     chain.until(lambda: chain.code is not None, "the exit")
-    assert chain.code == 0
+    assert chain.code == EXIT_REPLACED
     chain.until(lambda: api.goodbyes, "the goodbye")
     assert "xyz" in api.goodbyes[0].message
 

@@ -66,7 +66,7 @@ def test_a_request_goes_on_with_the_next_scheduler_where_the_last_one_died(
     assert i32(after.emitted).tolist() == service.answer[:done]
     assert (after.id, after.prompt, after.params) == (before.id, before.prompt, before.params)
     assert second.record.hellos[-1].epoch == 1
-    assert service.state.metrics.resubmitted._value.get() == 1
+    assert service.state.metrics.value("resubmitted_total") == 1
     service.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -10,7 +11,8 @@ import pytest
 
 from protocol.columns import pack_i32, pack_u64
 from protocol.messages import Finished, Outputs, RequestStatus
-from tests.services.service_kit import MODEL, MakeService, Service, payloads, stream_lines
+from services.choice import Choice
+from tests.services.service_kit import MODEL, MakeService, Service, connect, payloads, stream_lines
 
 COMPLETIONS = "/v1/completions"
 
@@ -52,6 +54,28 @@ def test_a_body_over_the_limit_is_a_413_announced_or_not(make_service: MakeServi
     error_of(service.http.post(COMPLETIONS, content=body, headers=headers), 413)
     error_of(service.http.post(COMPLETIONS, content=iter([body[:1500], body[1500:]]), headers=headers), 413)
     service.close()
+
+
+def test_a_body_that_never_arrives_is_a_408_and_the_connection_closes(make_service: MakeService) -> None:
+    service = make_service(body_timeout_s=0.2)
+    with connect(service) as client:
+        client.sendall(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        answer = b""
+        while more := client.recv(65536):
+            answer += more
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b'"body_timeout"' in answer
+    service.close()
+
+
+def test_a_client_that_leaves_while_sending_its_body_leaves_nothing(
+    service: Service, wait_until: Callable[..., Any]
+) -> None:
+    before = service.state.metrics.value("client_disconnects_total")
+    with connect(service) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    wait_until(lambda: service.state.metrics.value("client_disconnects_total") == before + 1, 10, "the disconnect")
+    assert service.state.engine.num_live() == 0
 
 
 def test_an_unexpected_exception_is_a_500_without_its_details(
@@ -143,7 +167,7 @@ def test_a_gap_in_the_tokens_ends_that_request_with_an_error_and_is_counted(serv
     scheduler = service.scheduler
     assert scheduler is not None
     scheduler.tokens_allowed = 1
-    before = service.state.metrics.lost_tokens._value.get()
+    before = service.state.metrics.value("lost_tokens_total")
     with service.http.stream("POST", COMPLETIONS, json={"model": MODEL, "prompt": "x", "stream": True}) as response:
         parts = response.iter_text()
         text = next(parts)
@@ -151,7 +175,7 @@ def test_a_gap_in_the_tokens_ends_that_request_with_an_error_and_is_counted(serv
         scheduler.send_outputs(Outputs(1, 9, pack_u64([request_id]), pack_i32([3]), pack_i32([5])))
         text += "".join(parts)
     assert json.loads(payloads(text)[-2])["error"]["code"] == "tokens_lost"
-    assert service.state.metrics.lost_tokens._value.get() == before + 2
+    assert service.state.metrics.value("lost_tokens_total") == before + 2
     scheduler.wait_for(lambda: request_id in scheduler.record.aborted, "the abort")
 
 
@@ -175,3 +199,27 @@ def test_a_message_that_makes_no_sense_leaves_the_service_working(service: Servi
     scheduler.send_outputs(Outputs(1, 9, b"odd", b"", b""))
     scheduler.send_outputs(Outputs(1, 9, pack_u64([77]), pack_i32([0]), pack_i32([5])))
     assert stream_lines(service, COMPLETIONS, {"prompt": "x"})[-1] == "[DONE]"
+
+
+def test_an_exception_over_one_requests_text_ends_that_request_alone(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = service.scheduler
+    assert scheduler is not None
+    original = Choice.advance
+
+    def poisoned(choice: Choice) -> Any:
+        if choice.generation.submit.label == "poison" and len(choice.generation.tokens) > 2:
+            raise RuntimeError("can't be shown")
+        return original(choice)
+
+    monkeypatch.setattr(Choice, "advance", poisoned)
+    poison = {"X-Request-Id": "poison"}
+    body = {"model": MODEL, "prompt": "x"}
+    response = service.http.post(COMPLETIONS, json={**body, "stream": True}, headers=poison)
+    lines = payloads(response.text)
+    assert json.loads(lines[-2])["error"]["code"] == "internal_error"
+    assert lines[-1] == "[DONE]"
+    assert service.http.post(COMPLETIONS, json=body, headers=poison).status_code == 500
+    assert service.http.post(COMPLETIONS, json=body).status_code == 200
+    assert service.state.engine.num_live() == 0

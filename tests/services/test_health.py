@@ -150,6 +150,7 @@ def test_metrics_count_what_happened(make_service: MakeService) -> None:
     service.http.post(COMPLETIONS, json={"model": MODEL, "prompt": prompt, "max_tokens": 2, "foo": 1})
     service.http.post(COMPLETIONS, json={"model": "nope", "prompt": prompt})
     service.http.get("/some/path")
+    service.http.get("/v1/models/a/made/up/name")
     counts = metrics_of(service)
     tokens = 2 * (len(service.answer) + 1) + 2
     expected = {
@@ -165,6 +166,7 @@ def test_metrics_count_what_happened(make_service: MakeService) -> None:
         "requests_total{endpoint=/v1/completions,status=200}": 3,
         "requests_total{endpoint=/v1/completions,status=404}": 1,
         "requests_total{endpoint=other,status=404}": 1,
+        "requests_total{endpoint=/v1/models/{name},status=404}": 1,
         "requests_finished_total{finish_reason=stop}": 2,
         "requests_finished_total{finish_reason=length}": 1,
         "requests_finished_total{finish_reason=error}": 0,

@@ -15,7 +15,7 @@
 #include <limits>
 #include <new>
 
-#include "vec.h"
+#include "kernels.h"
 
 namespace triptych {
 namespace {
@@ -23,19 +23,7 @@ namespace {
 constexpr int kBlock = 2 * kPanel;  // keys per step of the online softmax
 
 template <typename T>
-struct Step {
-    T* pool;
-    int page_size, kv_heads, group, head_dim;
-    float scale;  // of the scores, times log2(e)
-    const T *q, *k, *v;
-    int64_t q_stride, k_stride, v_stride;
-    T* out;  // [tokens, q_heads * head_dim]
-    const int64_t* slots;
-    int tokens;
-    const int32_t *qo_indptr, *kv_indptr, *kv_indices, *seq_lens;
-    const int32_t *unit_rows, *unit_firsts;  // of each unit: its row, and its first token within the row
-    int units, unit_tokens;
-};
+struct Step : Attention<T>, PageTables {};
 
 // One thread's working memory, carved from one allocation that grows and is kept.
 class Scratch {
@@ -105,23 +93,52 @@ void pack_values(const float* const* values, float* panels, int head_dim) {
 }
 
 void pack_values(const bf16* const* values, bf16* panels, int head_dim) {
-    for (int d = 0; d < head_dim; d += kLanes) {
-        bf16* to = panels + d / kPanel * kPanel * kBlock + d % kPanel * 2;
+    typedef uint16_t u16x32 __attribute__((vector_size(64)));
+    const u16x32 low = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                        8,  40, 9,  41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    const u16x32 high = low + 16;
+    int d = 0;
+    for (; d + kPanel <= head_dim; d += kPanel)
         for (int i = 0; i < kPanel; i += 2) {
-            u32x16 even = __builtin_convertvector(load<u16x16>(values[i] + d), u32x16);
-            u32x16 odd = __builtin_convertvector(load<u16x16>(values[i + 1] + d), u32x16);
-            store(to + i * kPanel, even | (odd << 16));
+            bf16* to = panels + d * kBlock + i * kPanel;
+            u16x32 even = load<u16x32>(values[i] + d), odd = load<u16x32>(values[i + 1] + d);
+            store(to, __builtin_shuffle(even, odd, low));
+            store(to + kPanel, __builtin_shuffle(even, odd, high));
         }
-    }
+    for (; d < head_dim; d++)
+        for (int i = 0; i < kPanel; i++)
+            panels[d / kPanel * kPanel * kBlock + i / 2 * 2 * kPanel + d % kPanel * 2 + i % 2] = values[i][d];
 }
 
-// Where a row's key of this head is; its value lies one plane further.
+// Walks a row's slots in the order of positions: where each key of a head is; its value lies one plane further.
 template <typename T>
-const T* key_at(const Step<T>& step, int row, int kv_head, int position) {
-    const int page = step.kv_indices[step.kv_indptr[row] + position / step.page_size];
-    const int64_t plane = int64_t(step.page_size) * step.kv_heads * step.head_dim;
-    return step.pool + 2 * page * plane + (int64_t(position % step.page_size) * step.kv_heads + kv_head) * step.head_dim;
-}
+class Slots {
+  public:
+    Slots(const Step<T>& step, int row, int head, int position)
+        : width(int64_t(step.kv_heads) * step.head_dim), plane(step.page_size * width),
+          first(step.pool + int64_t(head) * step.head_dim),
+          page(step.kv_indices + step.kv_indptr[row] + position / step.page_size), page_size(step.page_size),
+          offset(position % step.page_size), key(first + 2 * *page * plane + offset * width) {}
+
+    const T* next() {
+        if (offset == page_size) {  // looked up only now: there may be no page after the last
+            offset = 0;
+            key = first + 2 * *++page * plane;
+        }
+        const T* found = key;
+        offset++;
+        key += width;
+        return found;
+    }
+
+  private:
+    const int64_t width, plane;
+    const T* first;
+    const int32_t* page;
+    const int page_size;
+    int offset;
+    const T* key;
+};
 
 // Fetches what is worked on next, a little at a time between the work on what is there: pages are scattered and a head's
 // part of a token is a line or two, so no hardware prefetcher follows, and many lines at once would only stall.
@@ -138,9 +155,12 @@ class Ahead {
     }
 
     void fetch() {
+        const int stop = std::min(end, position + share);
+        if (position >= stop) return;
         const int64_t plane = int64_t(step.page_size) * step.kv_heads * step.head_dim;
-        for (int stop = std::min(end, position + share); position < stop; position++) {
-            const T* key = key_at(step, row, head, position);
+        Slots<T> slots(step, row, head, position);
+        for (; position < stop; position++) {
+            const T* key = slots.next();
             for (int i = 0; i < heads * step.head_dim; i += 64 / int(sizeof(T))) {
                 __builtin_prefetch(key + i, 0, 2);
                 __builtin_prefetch(key + plane + i, 0, 2);
@@ -237,12 +257,13 @@ class Unit {
 
     void gather(int kv_head) {
         const int64_t plane = int64_t(step.page_size) * step.kv_heads * step.head_dim;
+        Slots<T> slots(step, row, kv_head, block);
         for (int p = 0; p < panels; p++) {
             const T *key[kPanel], *value[kPanel];
             for (int i = 0; i < kPanel; i++) {
-                const int position = block + p * kPanel + i;
-                key[i] = position < end ? key_at(step, row, kv_head, position) : zeros;
-                value[i] = position < end ? key[i] + plane : zeros;
+                const bool used = block + p * kPanel + i < end;
+                key[i] = used ? slots.next() : zeros;
+                value[i] = used ? key[i] + plane : zeros;
             }
             ahead.fetch();
             pack_keys(key, keys + p * kPanel * step.head_dim, step.head_dim);
@@ -290,7 +311,7 @@ class Unit {
         for (int c = std::max(0, visible); c < width; c++) scores[c] = hidden;
         f32x16 highest = splat(hidden);
         for (int c = 0; c < width; c += kLanes) {
-            f32x16 scaled = load16(scores + c) * step.scale;
+            f32x16 scaled = load16(scores + c) * (step.scale * kLog2E);
             store16(scores + c, scaled);
             highest = max16(highest, scaled);
         }
@@ -323,8 +344,11 @@ void append(const Step<T>& step, int token) {
     std::memcpy(to + plane, step.v + token * step.v_stride, width * sizeof(T));
 }
 
+}  // namespace
+
 template <typename T>
-void attention(const Step<T>& step) {
+void attention(const Attention<T>& job, const PageTables& tables) {
+    const Step<T> step{job, tables};
     const int work = step.units * step.kv_heads;
 #pragma omp parallel
     {
@@ -347,7 +371,9 @@ void attention(const Step<T>& step) {
     }
 }
 
-}  // namespace
+template void attention(const Attention<float>&, const PageTables&);
+template void attention(const Attention<bf16>&, const PageTables&);
+
 }  // namespace triptych
 
 using triptych::bf16;
@@ -355,13 +381,10 @@ using triptych::bf16;
 #define TRIPTYCH_ATTENTION(T, NAME)                                                                                         \
     void triptych_attention_##NAME(                                                                                         \
         T* pool, int page_size, int kv_heads, int group, int head_dim, float scale, const T* q, int64_t q_stride,           \
-        const T* k, int64_t k_stride, const T* v, int64_t v_stride, T* out, const int64_t* slots, int tokens,               \
-        const int32_t* qo_indptr, const int32_t* kv_indptr, const int32_t* kv_indices, const int32_t* seq_lens,             \
-        const int32_t* unit_rows, const int32_t* unit_firsts, int units, int unit_tokens                                    \
+        const T* k, int64_t k_stride, const T* v, int64_t v_stride, T* out, const triptych::PageTables* tables              \
     ) {                                                                                                                     \
         triptych::attention<T>(                                                                                             \
-            {pool, page_size, kv_heads, group, head_dim, scale * triptych::kLog2E, q, k, v, q_stride, k_stride, v_stride,   \
-             out, slots, tokens, qo_indptr, kv_indptr, kv_indices, seq_lens, unit_rows, unit_firsts, units, unit_tokens}    \
+            {pool, page_size, kv_heads, group, head_dim, scale, q, q_stride, k, k_stride, v, v_stride, out}, *tables        \
         );                                                                                                                  \
     }
 

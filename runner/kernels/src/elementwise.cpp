@@ -2,7 +2,7 @@
 // so a row's result doesn't depend on its neighbours. Arithmetic is in float32 whatever is stored.
 #include <cmath>
 
-#include "vec.h"
+#include "kernels.h"
 
 namespace triptych {
 namespace {
@@ -38,12 +38,6 @@ void normalize(const T* x, const T* weight, T* y, int d, float eps) {
         store1(&rounded, load1(x + i) * scale);
         store1(y + i, load1(&rounded) * load1(weight + i));
     }
-}
-
-template <typename T>
-void rms_norm(const T* x, int64_t x_stride, const T* weight, T* y, int64_t y_stride, int rows, int d, float eps) {
-#pragma omp parallel for schedule(static) if (int64_t(rows) * d >= kParallelFrom)
-    for (int r = 0; r < rows; r++) normalize(x + r * x_stride, weight, y + r * y_stride, d, eps);
 }
 
 template <typename T>
@@ -91,6 +85,14 @@ void rotate(T* x, const float* cos, const float* sin, int half) {
     }
 }
 
+}  // namespace
+
+template <typename T>
+void rms_norm(const T* x, int64_t x_stride, const T* weight, T* y, int64_t y_stride, int rows, int d, float eps) {
+#pragma omp parallel for schedule(static) if (int64_t(rows) * d >= kParallelFrom)
+    for (int r = 0; r < rows; r++) normalize(x + r * x_stride, weight, y + r * y_stride, d, eps);
+}
+
 template <typename T>
 void rope(
     T* q, int64_t q_stride, int q_heads, T* k, int64_t k_stride, int k_heads, int head_dim, const int64_t* positions,
@@ -115,7 +117,13 @@ void head_norm(T* x, int64_t x_stride, int heads, int head_dim, const T* weight,
         }
 }
 
-}  // namespace
+#define TRIPTYCH_INSTANTIATE(T)                                                                                             \
+    template void rms_norm(const T*, int64_t, const T*, T*, int64_t, int, int, float);                                      \
+    template void rope(T*, int64_t, int, T*, int64_t, int, int, const int64_t*, const float*, int, int);                    \
+    template void head_norm(T*, int64_t, int, int, const T*, int, float);
+TRIPTYCH_INSTANTIATE(float)
+TRIPTYCH_INSTANTIATE(bf16)
+
 }  // namespace triptych
 
 using triptych::bf16;

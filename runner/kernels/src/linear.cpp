@@ -2,15 +2,13 @@
 // At few rows the time is that of streaming the weights; at many it is that of the multiply-accumulates.
 #include <algorithm>
 
-#include "vec.h"
+#include "kernels.h"
 
 namespace triptych {
 namespace {
 
 // Rows whose activations stay in the second-level cache while all panels pass by.
 constexpr int kRowChunk = 14 * kTileRows;
-
-enum Epilogue { kStore = 0, kAddTo = 1, kSiluMul = 2 };
 
 template <typename Out>
 void put(Out* to, f32x16 v, int count) {
@@ -29,19 +27,8 @@ f32x16 get(const Out* from, int count) {
     return v;
 }
 
-template <typename T, typename Out>
-struct Job {
-    const T* x;
-    int64_t x_stride;
-    const T* packed;
-    const float* bias;  // null, or padded to whole panels
-    Out* y;
-    int64_t y_stride;
-    int in, out, epilogue;
-};
-
 template <typename T, typename Out, int ROWS>
-void block(const Job<T, Out>& job, int row, int panel, const T* ahead) {
+void block(const Linear<T, Out>& job, int row, int panel, const T* ahead) {
     f32x16 acc[ROWS][2];
     for (int half = 0; half < 2; half++) {
         f32x16 start = job.bias ? load16(job.bias + panel * kPanel + half * kLanes) : f32x16{};
@@ -74,29 +61,10 @@ void block(const Job<T, Out>& job, int row, int panel, const T* ahead) {
 }
 
 template <typename T, typename Out, int ROWS = kTileRows>
-void block_of(int rows, const Job<T, Out>& job, int row, int panel, const T* ahead) {
+void block_of(int rows, const Linear<T, Out>& job, int row, int panel, const T* ahead) {
     if constexpr (ROWS > 0) {
         if (rows == ROWS) return block<T, Out, ROWS>(job, row, panel, ahead);
         block_of<T, Out, ROWS - 1>(rows, job, row, panel, ahead);
-    }
-}
-
-template <typename T, typename Out>
-void linear(const Job<T, Out>& job, int rows) {
-    const int panels = (job.out + kPanel - 1) / kPanel;
-    for (int begin = 0; begin < rows; begin += kRowChunk) {
-        const int end = std::min(rows, begin + kRowChunk);
-        // Equal tiles: 16 rows are 8 + 8, not 14 + 2.
-        const int tiles = (end - begin + kTileRows - 1) / kTileRows;
-#pragma omp parallel for schedule(static)
-        for (int panel = 0; panel < panels; panel++) {
-            const T* ahead = panel + 1 < panels ? job.packed + ptrdiff_t(panel + 1) * kPanel * job.in : nullptr;
-            for (int t = 0; t < tiles; t++) {
-                const int first = begin + (end - begin) * t / tiles;
-                const int last = begin + (end - begin) * (t + 1) / tiles;
-                block_of<T, Out>(last - first, job, first, panel, t == 0 ? ahead : nullptr);
-            }
-        }
     }
 }
 
@@ -118,6 +86,30 @@ void pack(const T* weight, T* packed, int out, int in, bool paired) {
 }
 
 }  // namespace
+
+template <typename T, typename Out>
+void linear(const Linear<T, Out>& job, int rows) {
+    const int panels = (job.out + kPanel - 1) / kPanel;
+    for (int begin = 0; begin < rows; begin += kRowChunk) {
+        const int end = std::min(rows, begin + kRowChunk);
+        // Equal tiles: 16 rows are 8 + 8, not 14 + 2.
+        const int tiles = (end - begin + kTileRows - 1) / kTileRows;
+#pragma omp parallel for schedule(static)
+        for (int panel = 0; panel < panels; panel++) {
+            const T* ahead = panel + 1 < panels ? job.packed + ptrdiff_t(panel + 1) * kPanel * job.in : nullptr;
+            for (int t = 0; t < tiles; t++) {
+                const int first = begin + (end - begin) * t / tiles;
+                const int last = begin + (end - begin) * (t + 1) / tiles;
+                block_of<T, Out>(last - first, job, first, panel, t == 0 ? ahead : nullptr);
+            }
+        }
+    }
+}
+
+template void linear(const Linear<float, float>&, int);
+template void linear(const Linear<bf16, bf16>&, int);
+template void linear(const Linear<bf16, float>&, int);
+
 }  // namespace triptych
 
 using triptych::bf16;

@@ -1,0 +1,77 @@
+"""Whatever JSON a client sends, the answer is a result or an error with a reason; never a 500, never a hang."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services import schema
+from tests.services.service_kit import MODEL, Service, payloads
+
+FIELDS = sorted(
+    {*schema.CompletionRequest.__struct_fields__, *schema.ChatRequest.__struct_fields__}
+    | set(schema.UNSUPPORTED)
+    | schema.IGNORED
+)
+KEYS = st.text(max_size=4) | st.sampled_from(["role", "content", "type", "text", "1"])
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.integers(-2, 3)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.floats(0, 1)
+    | st.text(max_size=8)
+    | st.sampled_from(["user", "text", MODEL, "0", "49152", "\U0001f44d", "\ud83d"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.text(max_size=4) | st.sampled_from(["role", "content", "type", "text", "1"]), inner, max_size=3
+        )
+    ),
+    max_leaves=6,
+)
+ALMOST_JSON = st.text(alphabet='{}[]":,0123456789eE+-.truefalsn\\ud8', max_size=40).map(str.encode)
+BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4)
+
+
+@settings(
+    max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(path=st.sampled_from(["completions", "chat/completions"]), fields=BODIES)
+def test_any_fields_get_an_answer(service: Service, path: str, fields: dict[str, Any]) -> None:
+    base: dict[str, Any] = (
+        {"prompt": "x"} if path == "completions" else {"messages": [{"role": "user", "content": "x"}]}
+    )
+    # Without a limit a valid request would only take long.
+    body = {**base, **fields, "max_tokens": 2, "max_completion_tokens": None, "model": MODEL}
+    headers = {"Content-Type": "application/json"}
+    response = service.http.post(f"/v1/{path}", content=json.dumps(body), headers=headers)
+    assert response.status_code in (200, 400), response.text
+    if response.status_code == 400:
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["message"]
+    elif response.headers["content-type"].startswith("text/event-stream"):
+        assert payloads(response.text)[-1] == "[DONE]"
+    else:
+        assert response.json()["usage"]["completion_tokens"] >= 1
+    assert service.state.engine.num_live() == 0
+
+
+@settings(
+    max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    body=st.binary(max_size=40) | st.text(alphabet='{}[]":,0123456789eE+-.truefalsn\\ud8', max_size=40).map(str.encode)
+)
+def test_any_bytes_get_a_400(service: Service, body: bytes) -> None:
+    try:
+        msgspec.json.decode(body, type=schema.CompletionRequest)
+    except (msgspec.MsgspecError, ValueError):
+        response = service.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+        assert response.status_code == 400
