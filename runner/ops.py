@@ -6,12 +6,18 @@ same operations in our own C++ kernels on the CPU. Attention is not here: see ru
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from runner.attention.base import AttentionBackend
+    from runner.model.config import ModelConfig
+    from runner.model.decoder import Layer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +81,25 @@ class Ops(Protocol):
         """rms_norm over each head of x [T, H, D] in place, weight [D]. Rows may be strided."""
         ...
 
+    def stack(self, layers: Sequence[Layer], config: ModelConfig, cos_sin: Tensor) -> LayerStack | None:
+        """All blocks as one call, if this implementation can do that for these weights."""
+        ...
+
+
+class LayerStack(Protocol):
+    """A decoder's blocks in one call, equal to the same operations one by one. Borrows the layers' tensors."""
+
+    def serves(self, attention: AttentionBackend) -> bool:
+        """Whether `run` can attend over the pages of this backend."""
+        ...
+
+    def run(self, residual: Tensor, positions: Tensor, attention: Any) -> None:
+        """residual [T, hidden], embeddings on entry, becomes the output of the last block. positions: i64 [T].
+
+        `attention` is planned and `serves` said yes to it.
+        """
+        ...
+
 
 class TorchOps:
     """The reference implementation: plain torch, any dtype, any device."""
@@ -121,3 +146,6 @@ class TorchOps:
 
     def head_norm(self, x: Tensor, weight: Tensor, eps: float) -> None:
         x.copy_(self.rms_norm(x, weight, eps))
+
+    def stack(self, layers: Sequence[Layer], config: ModelConfig, cos_sin: Tensor) -> LayerStack | None:
+        return None

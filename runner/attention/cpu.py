@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,6 +35,23 @@ def plan_units(qo_indptr: np.ndarray, seq_lens: np.ndarray, unit_tokens: int) ->
     return rows[order].astype(np.int32), firsts[order].astype(np.int32)
 
 
+class PageTables(ctypes.Structure):
+    """A planned step as the kernels read it; mirrors src/kernels.h."""
+
+    _fields_ = (
+        ("slots", ctypes.c_void_p),
+        ("qo_indptr", ctypes.c_void_p),
+        ("kv_indptr", ctypes.c_void_p),
+        ("kv_indices", ctypes.c_void_p),
+        ("seq_lens", ctypes.c_void_p),
+        ("unit_rows", ctypes.c_void_p),
+        ("unit_firsts", ctypes.c_void_p),
+        ("tokens", ctypes.c_int32),
+        ("units", ctypes.c_int32),
+        ("unit_tokens", ctypes.c_int32),
+    )
+
+
 class CpuAttention:
     """Paged attention on the CPU. Raises AttentionError for pools it can't serve, KernelError where it can't be built.
 
@@ -50,20 +68,36 @@ class CpuAttention:
         library = load()
         self._call = getattr(library, f"triptych_attention_{SUFFIX[dtype]}")
         self._pools = pools
-        self._heads = (num_q_heads, num_kv_heads, head_dim)
+        self._width = num_q_heads * head_dim
         self._fixed = (num_kv_heads, num_q_heads // num_kv_heads, head_dim, scale)
         self._unit_tokens = max(1, library.triptych_attention_rows() // (num_q_heads // num_kv_heads))
-        self._tables: tuple[np.ndarray, ...] = ()
-        self._arguments: tuple[int, ...] = ()
-        self._tokens = -1
+        self._scale = scale
+        self._arrays: tuple[np.ndarray, ...] = ()
+        self._tables = PageTables(tokens=-1)
+        self._address = 0
+
+    @property
+    def pools(self) -> list[Tensor]:
+        """A layer's pages each, as given."""
+        return self._pools
+
+    @property
+    def scale(self) -> float:
+        return self._scale
+
+    def tables(self, tokens: int) -> int:
+        """Address of the planned step's PageTables, for kernels; AttentionError if it has another number of tokens."""
+        if tokens != self._tables.tokens:
+            raise AttentionError(f"the step was planned for {self._tables.tokens} tokens, not {tokens}")
+        return self._address
 
     def plan(self, meta: BatchMetadata) -> None:
         rows = meta.num_rows
         qo_indptr = _int32(meta.qo_indptr[: rows + 1])
         seq_lens = _int32(meta.seq_lens[:rows])
         unit_rows, unit_firsts = plan_units(qo_indptr, seq_lens, self._unit_tokens)
-        slots = np.ascontiguousarray(meta.slot_mapping[: meta.num_tokens], np.int64)
-        tables = (
+        arrays = (
+            np.ascontiguousarray(meta.slot_mapping[: meta.num_tokens], np.int64),
             qo_indptr,
             _int32(meta.kv_indptr[: rows + 1]),
             _int32(meta.kv_indices),
@@ -71,22 +105,15 @@ class CpuAttention:
             unit_rows,
             unit_firsts,
         )
-        self._tables = (slots, *tables)  # keeps alive what the addresses point to
-        self._tokens = meta.num_tokens
-        self._arguments = (
-            slots.ctypes.data,
-            self._tokens,
-            *(table.ctypes.data for table in tables),
-            len(unit_rows),
-            self._unit_tokens,
-        )
+        self._arrays = arrays  # keeps alive what the addresses point to
+        addresses = (array.ctypes.data for array in arrays)
+        self._tables = PageTables(*addresses, meta.num_tokens, len(unit_rows), self._unit_tokens)
+        self._address = ctypes.addressof(self._tables)
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         pool = self._pools[layer]
-        if q.shape[0] != self._tokens:
-            raise AttentionError(f"the step was planned for {self._tokens} tokens, not {q.shape[0]}")
-        num_q_heads, _, head_dim = self._heads
-        out = torch.empty((self._tokens, num_q_heads * head_dim), dtype=pool.dtype)
+        tables = self.tables(q.shape[0])
+        out = torch.empty((q.shape[0], self._width), dtype=pool.dtype)
         self._call(
             pool.data_ptr(),
             pool.shape[2],
@@ -98,7 +125,7 @@ class CpuAttention:
             v.data_ptr(),
             v.stride(0),
             out.data_ptr(),
-            *self._arguments,
+            tables,
         )
         return out
 

@@ -141,9 +141,8 @@ _SIGNATURES = {
     "head_norm": [_POINTER, _LONG, _INT, _INT, _POINTER, _INT, _FLOAT],
     "attention": [_POINTER, _INT, _INT, _INT, _INT, _FLOAT]
     + [_POINTER, _LONG] * 3
-    + [_POINTER, _POINTER, _INT]
-    + [_POINTER] * 6
-    + [_INT, _INT],
+    + [_POINTER, _POINTER],
+    "layers": [_POINTER] * 6,
     "pack": _PACK,
     "linear": _LINEAR,
 }

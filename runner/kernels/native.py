@@ -7,7 +7,8 @@ the company it is batched with.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,11 @@ from torch import Tensor
 
 from runner.kernels.build import load
 from runner.ops import PackedLinear
+
+if TYPE_CHECKING:
+    from runner.model.config import ModelConfig
+    from runner.model.decoder import Layer
+    from runner.ops import LayerStack
 
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
@@ -151,6 +157,11 @@ class NativeOps:
     def head_norm(self, x: Tensor, weight: Tensor, eps: float) -> None:
         rows, heads, head_dim = x.shape
         self._head_norm(x.data_ptr(), x.stride(0), heads, head_dim, weight.data_ptr(), rows, eps)
+
+    def stack(self, layers: Sequence[Layer], config: ModelConfig, cos_sin: Tensor) -> LayerStack | None:
+        from runner.kernels.stack import LayerStack  # it needs runner.attention.cpu, which needs this module
+
+        return LayerStack(layers, config, cos_sin, self.dtype) if LayerStack.takes(layers) else None
 
     def _rows(self, x: Tensor) -> Tensor:
         """x with elements of a row side by side, as the kernels read it."""

@@ -51,6 +51,7 @@ class Decoder:
         self._layers = [_pack_layer(parameters, index, ops) for index in range(config.num_layers)]
         assert not parameters, f"parameters nobody uses: {sorted(parameters)}"
         self._cos_sin = cos_sin_table(config.rope, max_positions).to(self._embedding.device)
+        self._stack = ops.stack(self._layers, config, self._cos_sin)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -36,7 +36,7 @@ void rope(
 );
 
 // A step's page tables and how its tokens are cut into units of work: the first `units` entries of unit_rows (the row) and
-// unit_firsts (the first token within the row). Mirrored by PageTables in runner/kernels/build.py.
+// unit_firsts (the first token within the row). Mirrored by PageTables in runner/attention/cpu.py.
 struct PageTables {
     const int64_t* slots;
     const int32_t *qo_indptr, *kv_indptr, *kv_indices, *seq_lens, *unit_rows, *unit_firsts;
