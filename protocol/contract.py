@@ -19,10 +19,10 @@ CONTRACT = Path(__file__).with_name("CONTRACT.md")
 
 LINKS: list[tuple[str, list[type[msgspec.Struct]]]] = [
     ("Both links", [m.Hello, m.Welcome, m.Limits, m.Refused, m.Goodbye, m.Heartbeat]),
-    ("API to scheduler", [m.Submit, m.SamplingParams, m.Abort]),
-    ("Scheduler to API", [m.Outputs, m.Rejected, m.Finished, m.TokenLogprobs, m.SchedulerStatus]),
-    ("Scheduler to runner", [m.Step, m.NewRequest]),
-    ("Runner to scheduler", [m.StepResult, m.RowError, m.StepFailure]),
+    ("API to scheduler", [m.Submit, m.SamplingParams, m.Extend, m.Abort, m.Control]),
+    ("Scheduler to API", [m.Outputs, m.Rejected, m.Finished, m.TokenLogprobs, m.SchedulerStatus, m.ControlReply]),
+    ("Scheduler to runner", [m.Step, m.NewRequest, m.CompileGrammar, m.FetchKv]),
+    ("Runner to scheduler", [m.StepResult, m.RowError, m.StepFailure, m.GrammarStatus, m.KvStatus]),
 ]
 
 _PARAMS = m.SamplingParams(max_tokens=5, temperature=0.5, seed=7, stop_token_ids=(11,))
@@ -35,7 +35,14 @@ EXAMPLES: list[msgspec.Struct] = [
     m.Goodbye("fenced", "bye"),
     m.Heartbeat(1_000_000, 900_000),
     m.Submit(2**63 + 1, pack_i32([1, 2, 3]), _PARAMS, pack_i32([9]), 5, -1, "label", "salt", "tenant", True),
+    m.Extend(1, pack_i32([4]), True),
     m.Abort(pack_u64([1, 2])),
+    m.Control(5, "set", {"max_num_seqs": "8"}),
+    m.ControlReply(5, True, b"{}"),
+    m.CompileGrammar(1, "regex:a+"),
+    m.GrammarStatus(1, "no"),
+    m.FetchKv(1, 2, "peer/7", 16, pack_i32([3])),
+    m.KvStatus(1, 2, 16),
     m.Outputs(
         42,
         3,

@@ -129,6 +129,9 @@ class SamplingParams(_Message, tag="sampling", frozen=True):
     a request that brings none. Randomness is a function of (seed, choice, position) and of nothing else.
     `eos_token_ids` is the model's whole end set; `ignore_eos` and `min_tokens` apply to it. `stop_token_ids` still
     stop under `ignore_eos`. `logprobs` is the number of alternatives to report, -1 for no logprobs at all.
+    `repetition_max_pattern` > 0 ends a request (status REPETITION) whose outputs end in `repetition_min_count` copies of
+    one pattern of `repetition_min_pattern` to `repetition_max_pattern` tokens. `grammar` constrains the output: a tagged
+    text such as `json_schema:{...}` that the runner compiles; the request waits until it has.
     """
 
     max_tokens: int
@@ -148,6 +151,10 @@ class SamplingParams(_Message, tag="sampling", frozen=True):
     logprobs: int = -1
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
+    repetition_max_pattern: int = 0
+    repetition_min_pattern: int = 1
+    repetition_min_count: int = 3
+    grammar: str = ""
 
 
 class Submit(_Message, tag="submit", frozen=True):
@@ -156,6 +163,10 @@ class Submit(_Message, tag="submit", frozen=True):
     `prompt` and `emitted` are i32 columns; `emitted` are the output tokens the client side already has.
     `arrival_ns` is wall-clock time (ns since 1970) at the API. `label` is the client's name for it: logs only.
     `resumed` marks a request that a scheduler has accepted before: it is exempt from the queue limit.
+    `timeout_ms` > 0 bounds the wait for the first admission, `deadline_ms` > 0 is when (after arrival) the request wants
+    to be done: the order of the `deadline` queue, no limit. `routing_key` groups requests for the `routing-key` queue.
+    `open` means that more of the prompt follows in Extend messages; nothing is sampled before the last one.
+    `kv_source` names a KV transfer that brings the prompt's KV; the request waits for it, or recomputes if it fails.
     """
 
     id: int
@@ -168,6 +179,31 @@ class Submit(_Message, tag="submit", frozen=True):
     cache_salt: str = ""
     tenant: str = ""
     resumed: bool = False
+    timeout_ms: int = 0
+    deadline_ms: int = 0
+    routing_key: str = ""
+    open: bool = False
+    kv_source: str = ""
+
+
+class Extend(_Message, tag="extend", frozen=True):
+    """More of the prompt of a request that was submitted `open` (i32 column). `last` closes it: then it is sampled."""
+
+    id: int
+    tokens: bytes
+    last: bool = False
+
+
+class Control(_Message, tag="control", frozen=True):
+    """An operator's or an API's question or order. Answered by one ControlReply with the same `nonce`.
+
+    `action` is one of `scheduler.control.ACTIONS`: "pause", "resume", "drain", "reset_prefix_cache", "set", "status",
+    "timeline", "explain". Values of `arguments` are texts.
+    """
+
+    nonce: int
+    action: str
+    arguments: dict[str, str] = {}
 
 
 class Abort(_Message, tag="abort", frozen=True):
@@ -206,6 +242,14 @@ class Finished(_Message, tag="finished", frozen=True):
     queue_ns: int = 0
     code: str = ""
     message: str = ""
+
+
+class ControlReply(_Message, tag="control_reply", frozen=True):
+    """The answer to a Control: `body` is JSON; if not `ok`, an object with "code" and "message"."""
+
+    nonce: int
+    ok: bool
+    body: bytes
 
 
 class TokenLogprobs(_Message, tag="logprobs", frozen=True):
@@ -275,6 +319,26 @@ class NewRequest(_Message, tag="new", frozen=True):
     params: SamplingParams
 
 
+class CompileGrammar(_Message, tag="compile_grammar", frozen=True):
+    """Compile a grammar for a request that waits for it. Answered by GrammarStatus, in no particular order."""
+
+    id: int
+    grammar: str
+
+
+class FetchKv(_Message, tag="fetch_kv", frozen=True):
+    """Bring the KV of a request's first `num_tokens` tokens from `source` into these pages (i32, whole blocks).
+
+    Answered by KvStatus. The pages are the transfer's until then, whatever becomes of the request.
+    """
+
+    id: int
+    incarnation: int
+    source: str
+    num_tokens: int
+    block_ids: bytes
+
+
 class Step(_Message, tag="step", frozen=True):
     """One step: a map request id -> number of tokens to compute, and what changed since the step before.
 
@@ -320,12 +384,28 @@ class StepFailure(_Message, tag="step_failure", frozen=True):
     message: str
 
 
+class GrammarStatus(_Message, tag="grammar_status", frozen=True):
+    """A grammar is compiled (`message` empty) or can't be (`message` says why)."""
+
+    id: int
+    message: str = ""
+
+
+class KvStatus(_Message, tag="kv_status", frozen=True):
+    """A KV transfer has ended and touches its pages no more: `num_tokens` of it arrived (0: none, `message` says why)."""
+
+    id: int
+    incarnation: int
+    num_tokens: int
+    message: str = ""
+
+
 class StepResult(_Message, tag="step_result", frozen=True):
     """What one step produced. Columns hold only the rows that sampled.
 
     `positions` i32 is the index of the sampled token in the request's whole sequence (prompt included): the first
     output of a 10-token prompt has position 10. Timings in ns: `queue_ns` from receipt to start, `execute_ns` the
-    step itself, `idle_ns` how long the runner had nothing to do before it.
+    step itself, `idle_ns` how long the runner had nothing to do before it, `copy_ns` the part of it that swaps took.
     """
 
     epoch: int
@@ -340,9 +420,10 @@ class StepResult(_Message, tag="step_result", frozen=True):
     queue_ns: int = 0
     execute_ns: int = 0
     idle_ns: int = 0
+    copy_ns: int = 0
 
 
-ApiToScheduler = Hello | Heartbeat | Goodbye | Submit | Abort
-SchedulerToApi = Welcome | Refused | Goodbye | Heartbeat | SchedulerStatus | Outputs
-SchedulerToRunner = Hello | Heartbeat | Goodbye | Step
-RunnerToScheduler = Welcome | Refused | Goodbye | Heartbeat | StepResult
+ApiToScheduler = Hello | Heartbeat | Goodbye | Submit | Extend | Abort | Control
+SchedulerToApi = Welcome | Refused | Goodbye | Heartbeat | SchedulerStatus | Outputs | ControlReply
+SchedulerToRunner = Hello | Heartbeat | Goodbye | Step | CompileGrammar | FetchKv
+RunnerToScheduler = Welcome | Refused | Goodbye | Heartbeat | StepResult | GrammarStatus | KvStatus

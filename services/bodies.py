@@ -15,7 +15,7 @@ class ClientGone(Exception):
 
 
 async def read_json_body(scope: Scope, receive: Receive, limit: int, patience_s: float) -> bytes:
-    """The whole body of a JSON request that arrives within `patience_s`. Raises ApiError 415, 413, 408, or ClientGone."""
+    """The whole body of a JSON request. Raises ApiError 415, 413 or, after `patience_s`, 408; ClientGone."""
     headers = Headers(scope=scope)
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind and kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):

@@ -59,7 +59,8 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 class RequestRecord:
     """What one request was and got. Times are seconds on the load generator's clock; token counts are the server's.
 
-    `chunk_times` are the arrivals of chunks with output. `finished_at` is the arrival of the last chunk that carried
+    `chunk_times` are the arrivals of chunks with output; `chunk_tokens` the output tokens so far at each of them, where
+    the server sends a running usage (else empty). `finished_at` is the arrival of the last chunk that carried
     output or the finish reason. `error` is the kind a report counts by; None for a complete answer.
     """
 
@@ -68,6 +69,7 @@ class RequestRecord:
     sent_at: float = 0.0
     finished_at: float = 0.0
     chunk_times: list[float] = field(default_factory=list)
+    chunk_tokens: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
@@ -146,6 +148,8 @@ class StreamReader:
             if choice.carries_output():
                 record.chunk_times.append(now)
                 record.finished_at = now
+                if chunk.usage is not None:
+                    record.chunk_tokens.append(chunk.usage.completion_tokens)
         if chunk.usage is not None:  # some servers send a running total in every chunk: the last one counts
             self._has_usage = True
             record.prompt_tokens = chunk.usage.prompt_tokens

@@ -33,7 +33,7 @@ SETTLE_S = 1.0
 DEFINITIONS = """definitions:
   allowed     streams x 1000 / step time: the tokens per second that the steps can give.
   streamed    tokens per second at the HTTP client, from the moment when all streams have had their first chunk to the
-              moment when the first one ends. Tokens are the server's usage, spread evenly over a stream's chunks.
+              moment when the first one ends, counted by the running usage in each chunk.
   CPU         user and system time of each process in that window, per streamed token and as a share of one core.
   idle        the same share over --idle seconds without any request, after the load.
 
@@ -52,10 +52,14 @@ class MeasurementError(Exception):
     """The run gave nothing to measure; the message says why."""
 
 
-def tokens_between(record: RequestRecord, start: float, end: float) -> float:
-    """Tokens of one stream that arrived in (start, end]: its share of chunks times the tokens of its usage."""
-    times = record.chunk_times
-    return record.output_tokens * (bisect_right(times, end) - bisect_right(times, start)) / len(times)
+def tokens_between(record: RequestRecord, start: float, end: float) -> int:
+    """Tokens of one stream that arrived in (start, end], by the running usage of its chunks."""
+
+    def tokens_at(moment: float) -> int:
+        chunks = bisect_right(record.chunk_times, moment)
+        return record.chunk_tokens[chunks - 1] if chunks else 0
+
+    return tokens_at(end) - tokens_at(start)
 
 
 def steady_window(records: Sequence[RequestRecord]) -> tuple[float, float]:
@@ -165,7 +169,8 @@ async def load(running: System, streams: int, prompt_len: int, output_len: int) 
 
     sampler = asyncio.create_task(sample())
     try:
-        shape = RequestShape("/v1/completions", await wait_ready(client, 10.0), ignore_eos=True)
+        running_usage = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        shape = RequestShape("/v1/completions", await wait_ready(client, 10.0), ignore_eos=True, extra=running_usage)
         dataset = RandomDataset(
             streams, prompt_len, output_len, 0.0, 0, Vocabulary(FIRST_TOKEN_ID, 30_000, text=False), seed=0
         )

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from runner.attention.base import AttentionError, check_pools
-from runner.kernels.build import load
-from runner.kernels.native import SUFFIX
+from runner.kernels.build import SUFFIX, load
 
 if TYPE_CHECKING:
     from runner.metadata import BatchMetadata

@@ -23,6 +23,8 @@ import torch
 SOURCE_DIR = Path(__file__).parent / "src"
 FLAGS = ("-std=gnu++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC")
 BUILD_TIMEOUT_S = 300.0
+SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
+"""What the names of a dtype's kernels end in."""
 
 
 class KernelError(Exception):
@@ -139,9 +141,7 @@ _SIGNATURES = {
     "silu_and_mul": [_POINTER, _POINTER, _INT, _INT],
     "rope": [_POINTER, _LONG, _INT, _POINTER, _LONG, _INT, _INT, _POINTER, _POINTER, _INT, _INT],
     "head_norm": [_POINTER, _LONG, _INT, _INT, _POINTER, _INT, _FLOAT],
-    "attention": [_POINTER, _INT, _INT, _INT, _INT, _FLOAT]
-    + [_POINTER, _LONG] * 3
-    + [_POINTER, _POINTER],
+    "attention": [_POINTER, _INT, _INT, _INT, _INT, _FLOAT] + [_POINTER, _LONG] * 3 + [_POINTER, _POINTER],
     "layers": [_POINTER] * 6,
     "pack": _PACK,
     "linear": _LINEAR,
@@ -157,7 +157,7 @@ def load() -> ctypes.CDLL:
     except OSError as error:
         raise KernelError(f"can't load {path}: {error}") from error
     for name, arguments in _SIGNATURES.items():
-        for dtype in ("f32", "bf16"):
+        for dtype in SUFFIX.values():
             _declare(library, f"triptych_{name}_{dtype}", arguments)
     _declare(library, "triptych_linear_bf16_f32", _LINEAR)
     return library

@@ -87,7 +87,8 @@ class Bench:
         self.attention: AttentionBackend = select_attention(pools, *heads, CONFIG.attention_scale, choice)
 
     def profile(self) -> None:
-        """From now on, fill `seconds` by operation."""
+        """From now on, fill `seconds` by operation; for that, go operation by operation instead of all in one call."""
+        self.decoder._stack = None
         self.decoder._ops = Stopwatch(self.decoder._ops, self.seconds)  # type: ignore[assignment]
         self.attention = Stopwatch(self.attention, self.seconds, "attention.")  # type: ignore[assignment]
 

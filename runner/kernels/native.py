@@ -14,15 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runner.kernels.build import load
+from runner.kernels.build import SUFFIX, load
+from runner.kernels.stack import LayerStack
 from runner.ops import PackedLinear
 
 if TYPE_CHECKING:
     from runner.model.config import ModelConfig
     from runner.model.decoder import Layer
-    from runner.ops import LayerStack
-
-SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 _PANEL = 32
 _STORE, _ADD_TO, _SILU_MUL = 0, 1, 2
@@ -159,8 +157,6 @@ class NativeOps:
         self._head_norm(x.data_ptr(), x.stride(0), heads, head_dim, weight.data_ptr(), rows, eps)
 
     def stack(self, layers: Sequence[Layer], config: ModelConfig, cos_sin: Tensor) -> LayerStack | None:
-        from runner.kernels.stack import LayerStack  # it needs runner.attention.cpu, which needs this module
-
         return LayerStack(layers, config, cos_sin, self.dtype) if LayerStack.takes(layers) else None
 
     def _rows(self, x: Tensor) -> Tensor:

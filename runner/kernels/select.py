@@ -11,8 +11,8 @@ from torch import Tensor
 from runner.attention.base import AttentionBackend, AttentionError
 from runner.attention.cpu import CpuAttention
 from runner.attention.torch_paged import TorchAttention
-from runner.kernels.build import KernelError
-from runner.kernels.native import SUFFIX, NativeOps
+from runner.kernels.build import SUFFIX, KernelError
+from runner.kernels.native import NativeOps
 from runner.ops import Ops, TorchOps
 
 log = logging.getLogger(__name__)

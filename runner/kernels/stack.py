@@ -1,7 +1,7 @@
 """All transformer blocks of a step in one native call, for when returning to Python between kernels costs too much.
 
-At one row a kernel takes a few microseconds, about what calling it from Python takes. The loop in runner/model/decoder.py
-stays the definition: this computes the same bits, and only where weights, dtype and attention are all native.
+At one row a kernel takes a few microseconds, about what calling it from Python takes. The loop in
+runner/model/decoder.py stays the definition: this computes the same bits, where weights and attention are all native.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch import Tensor
 
 from runner.attention.base import AttentionBackend
 from runner.attention.cpu import CpuAttention
-from runner.kernels.build import load
-from runner.kernels.native import SUFFIX
+from runner.kernels.build import SUFFIX, load
 from runner.ops import PackedLinear
 
 if TYPE_CHECKING:

@@ -70,9 +70,17 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
         """token_ids, positions: i64 [T], as `attention` was planned for -> [T, hidden], final norm applied."""
+        residual = self._embedding.index_select(0, token_ids)
+        if self._stack is not None and self._stack.serves(attention):
+            self._stack.run(residual, positions, attention)
+        else:
+            self._run_layers(residual, positions, attention)
+        return self._ops.rms_norm(residual, self._final_norm, self.config.rms_norm_eps)
+
+    def _run_layers(self, residual: Tensor, positions: Tensor, attention: AttentionBackend) -> None:
+        """residual [T, hidden], embeddings on entry, becomes the output of the last block."""
         ops, config = self._ops, self.config
         sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        residual = self._embedding.index_select(0, token_ids)
         for index, layer in enumerate(self._layers):
             normed = ops.rms_norm(residual, layer.input_norm, config.rms_norm_eps)
             heads = ops.linear(normed, layer.qkv).view(-1, sum(sizes), config.head_dim)
@@ -84,7 +92,6 @@ class Decoder:
             ops.linear_add(attention.run(index, q, k, v), layer.output, residual)
             normed = ops.rms_norm(residual, layer.post_attention_norm, config.rms_norm_eps)
             ops.linear_add(ops.linear_silu_and_mul(normed, layer.gate_up), layer.down, residual)
-        return ops.rms_norm(residual, self._final_norm, config.rms_norm_eps)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -17,10 +17,11 @@ from ops.bench.pipeline import CpuSample, MeasurementError, build_report, missed
 from ops.bench.processes import StartFailed, cpu_seconds, system
 
 
-def stream(first: float, gap: float, chunks: int, tokens_per_chunk: int = 1) -> RequestRecord:
+def stream(first: float, gap: float, chunks: int, first_chunk_tokens: int = 1) -> RequestRecord:
     times = [first + gap * number for number in range(chunks)]
+    totals = [first_chunk_tokens + number for number in range(chunks)]
     return RequestRecord(
-        0, finished_at=times[-1], chunk_times=times, prompt_tokens=4, output_tokens=chunks * tokens_per_chunk
+        0, finished_at=times[-1], chunk_times=times, chunk_tokens=totals, prompt_tokens=4, output_tokens=totals[-1]
     )
 
 
@@ -37,11 +38,11 @@ def test_streams_that_never_ran_together_or_failed_are_no_measurement() -> None:
         steady_window([stream(0.0, 1.0, 3), broken])
 
 
-def test_tokens_in_a_window_are_usage_spread_over_chunks() -> None:
-    one, three = stream(0.0, 1.0, 10), stream(0.0, 1.0, 10, tokens_per_chunk=3)
-    assert tokens_between(one, 2.0, 6.0) == 4
-    assert tokens_between(three, 2.0, 6.0) == 12
-    assert tokens_between(one, -1.0, 99.0) == 10
+def test_tokens_in_a_window_are_counted_by_the_running_usage_wherever_the_large_chunks_are() -> None:
+    even, late_start = stream(0.0, 1.0, 10), stream(0.0, 1.0, 10, first_chunk_tokens=30)
+    assert tokens_between(even, 2.0, 6.0) == tokens_between(late_start, 2.0, 6.0) == 4
+    assert tokens_between(even, -1.0, 99.0) == 10
+    assert tokens_between(late_start, -1.0, 99.0) == 39
 
 
 def test_the_report_compares_with_what_the_steps_allow_and_counts_cpu_in_the_window_only() -> None:

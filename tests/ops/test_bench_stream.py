@@ -99,6 +99,7 @@ def test_a_running_usage_in_every_chunk_counts_once_by_its_last_value() -> None:
     ]
     record = read((1.0, chunks[0]), (2.0, chunks[1]), (3.0, chunks[2] + DONE))
     assert (record.prompt_tokens, record.output_tokens) == (3, 3)
+    assert record.chunk_tokens == [1, 2, 3]
 
 
 def test_times_are_relative_to_the_sending_and_one_token_has_no_tpot() -> None:
