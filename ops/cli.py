@@ -39,6 +39,7 @@ commands:
   scheduler   one scheduler: decides what runs
   runner      one runner: holds the weights and computes
   bench       load generators and measurements (`triptych bench --help`)
+  costs       what KV memory, recompute and swap cost for a model, and where the last two tie
   version     print the version
 
 `triptych COMMAND --help` lists a command's options with their defaults and units. Each option can also be given as an
@@ -84,6 +85,12 @@ def _bench(argv: list[str]) -> int:
     from ops.bench.cli import main as bench
 
     return bench(argv)
+
+
+def _costs(argv: list[str]) -> int:
+    from ops.costs import main as costs
+
+    return costs(argv)
 
 
 def _serve(argv: list[str]) -> int:
@@ -162,6 +169,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "scheduler": _role("scheduler"),
     "runner": _role("runner"),
     "bench": _bench,
+    "costs": _costs,
 }
 
 if __name__ == "__main__":

@@ -129,9 +129,9 @@ class SamplingParams(_Message, tag="sampling", frozen=True):
     a request that brings none. Randomness is a function of (seed, choice, position) and of nothing else.
     `eos_token_ids` is the model's whole end set; `ignore_eos` and `min_tokens` apply to it. `stop_token_ids` still
     stop under `ignore_eos`. `logprobs` is the number of alternatives to report, -1 for no logprobs at all.
-    `repetition_max_pattern` > 0 ends a request (status REPETITION) whose outputs end in `repetition_min_count` copies of
-    one pattern of `repetition_min_pattern` to `repetition_max_pattern` tokens. `grammar` constrains the output: a tagged
-    text such as `json_schema:{...}` that the runner compiles; the request waits until it has.
+    `repetition_max_pattern` > 0 ends a request (status REPETITION) whose outputs end in `repetition_min_count` copies
+    of one pattern of `repetition_min_pattern` to `repetition_max_pattern` tokens. `grammar` constrains the output: a
+    tagged text such as `json_schema:{...}` that the runner compiles; the request waits until it has.
     """
 
     max_tokens: int
@@ -163,8 +163,8 @@ class Submit(_Message, tag="submit", frozen=True):
     `prompt` and `emitted` are i32 columns; `emitted` are the output tokens the client side already has.
     `arrival_ns` is wall-clock time (ns since 1970) at the API. `label` is the client's name for it: logs only.
     `resumed` marks a request that a scheduler has accepted before: it is exempt from the queue limit.
-    `timeout_ms` > 0 bounds the wait for the first admission, `deadline_ms` > 0 is when (after arrival) the request wants
-    to be done: the order of the `deadline` queue, no limit. `routing_key` groups requests for the `routing-key` queue.
+    `timeout_ms` > 0 bounds the wait for the first admission, `deadline_ms` > 0 is when (after arrival) the request
+    wants to be done: the order of the `deadline` queue, no limit. `routing_key` groups requests for that queue.
     `open` means that more of the prompt follows in Extend messages; nothing is sampled before the last one.
     `kv_source` names a KV transfer that brings the prompt's KV; the request waits for it, or recomputes if it fails.
     """
@@ -392,7 +392,7 @@ class GrammarStatus(_Message, tag="grammar_status", frozen=True):
 
 
 class KvStatus(_Message, tag="kv_status", frozen=True):
-    """A KV transfer has ended and touches its pages no more: `num_tokens` of it arrived (0: none, `message` says why)."""
+    """A KV transfer has ended and touches its pages no more: `num_tokens` arrived (0: none, `message` says why)."""
 
     id: int
     incarnation: int

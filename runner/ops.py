@@ -61,10 +61,6 @@ class Ops(Protocol):
         """x [T, d], weight [d] -> x / sqrt(mean(x²) + eps) * weight, [T, d]; the mean is taken in float32."""
         ...
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """residual [T, d] += x in place; returns rms_norm(residual)."""
-        ...
-
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """gate_up [T, 2I] -> silu(gate_up[:, :I]) * gate_up[:, I:], [T, I]."""
         ...
@@ -126,10 +122,6 @@ class TorchOps:
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         # Round before the weight, as the published models were trained and as transformers does.
         return wide.to(x.dtype) * weight
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        residual += x
-        return self.rms_norm(residual, weight, eps)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

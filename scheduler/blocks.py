@@ -24,6 +24,8 @@ class BlockPool:
         self.hash_of: list[bytes | None] = [None] * num_blocks
         self.cached: dict[bytes, dict[int, None]] = {}
         self.evictions = 0
+        self.version = 0
+        """Changes whenever a look-up could give another answer."""
 
     @property
     def num_usable(self) -> int:
@@ -55,6 +57,11 @@ class BlockPool:
         """How many of `blocks` have no holder: holding them would use up that many free ones."""
         refs = self.refs
         return sum(1 for block in blocks if refs[block] == 0)
+
+    def count_recoverable(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks` would become free if their holder let go: those with no other holder."""
+        refs = self.refs
+        return sum(1 for block in blocks if refs[block] == 1)
 
     def take(self, count: int) -> list[int]:
         """Hand out `count` blocks from the front of the free list, evicting what they cached.
@@ -110,6 +117,7 @@ class BlockPool:
         """Make a held block findable under its content. Several blocks may carry one hash; none is merged."""
         if self.hash_of[block] is not None:
             raise ValueError(f"block {block} has a hash already")
+        self.version += 1
         self.hash_of[block] = block_hash
         entry = self.cached.get(block_hash)
         if entry is None:
@@ -122,6 +130,7 @@ class BlockPool:
         block_hash = self.hash_of[block]
         if block_hash is None:
             return
+        self.version += 1
         self.hash_of[block] = None
         entry = self.cached[block_hash]
         del entry[block]

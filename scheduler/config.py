@@ -6,6 +6,16 @@ from dataclasses import dataclass
 
 from protocol.settings import setting
 
+PRESET_NAMES = ("triptych", "vllm", "sglang", "sglang-lpm", "credit")
+QUEUE_NAMES = (
+    *("fcfs", "priority", "lpm", "dfs-weight", "lof", "random", "routing-key"),
+    *("hrrn", "shortest-prefill", "fair", "deadline"),
+)
+ADMISSION_NAMES = ("optimistic", "predictive", "credit")
+BATCH_NAMES = ("mixed", "prefill-first", "serial", "static", "dynamic")
+VICTIM_NAMES = ("last-admitted", "priority", "least-progress", "most-recoverable")
+RECOVERY_NAMES = ("recompute", "swap", "auto")
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -23,14 +33,12 @@ class SchedulerConfig:
     )
     metrics_host: str = setting("127.0.0.1", help="interface for the metrics port")
 
-    preset: str = setting("triptych", help="named combination of strategies", choices=("triptych", "vllm"))
-    queue_policy: str = setting("", help="who is next (empty: by preset)", choices=("", "fcfs", "priority"))
-    admission_policy: str = setting("", help="may it enter (empty: by preset)", choices=("", "optimistic"))
-    batch_policy: str = setting("", help="what fills a step (empty: by preset)", choices=("", "mixed"))
-    victim_policy: str = setting(
-        "", help="who leaves under pressure (empty: by preset)", choices=("", "last-admitted", "priority")
-    )
-    recovery_policy: str = setting("", help="how a victim returns (empty: by preset)", choices=("", "recompute"))
+    preset: str = setting("triptych", help="named combination of strategies", choices=PRESET_NAMES)
+    queue_policy: str = setting("", help="who is next (empty: by preset)", choices=("", *QUEUE_NAMES))
+    admission_policy: str = setting("", help="may it enter (empty: by preset)", choices=("", *ADMISSION_NAMES))
+    batch_policy: str = setting("", help="what fills a step (empty: by preset)", choices=("", *BATCH_NAMES))
+    victim_policy: str = setting("", help="who leaves under pressure (empty: by preset)", choices=("", *VICTIM_NAMES))
+    recovery_policy: str = setting("", help="how a victim returns (empty: by preset)", choices=("", *RECOVERY_NAMES))
 
     max_num_seqs: int = setting(256, help="slot budget: running requests", unit="requests", minimum=1)
     max_num_batched_tokens: int = setting(2048, help="token budget of one step", unit="tokens", minimum=1)
@@ -39,6 +47,38 @@ class SchedulerConfig:
     )
     long_prefill_token_threshold: int = setting(
         0, help="most prompt tokens one request computes in a step beside others (0: no cap)", unit="tokens", minimum=0
+    )
+    long_prefill_token_threshold_adaptive: bool = setting(
+        False, help="raise that cap to an even share of the token budget when few requests share a step"
+    )
+    schedule_conservativeness: float = setting(
+        1.0, help="predictive admission: how much of the running requests' limits is reserved at first", minimum=0.01
+    )
+    clip_max_new_tokens: int = setting(
+        4096, help="predictive admission: outputs reserved for one request at most", unit="tokens", minimum=1
+    )
+    queue_seed: int = setting(0, help="random queue: its seed")
+    queue_fallback_waiting: int = setting(
+        128, help="waiting requests above which cache-aware orders become first-come", unit="requests", minimum=0
+    )
+    tenant_weights: tuple[str, ...] = setting((), help="fair queue: shares as tenant=weight (1 for those not named)")
+    max_queue_age_s: float = setting(
+        30.0, help="a request that has waited this long is next, whatever the order (0: no bound)", unit="s", minimum=0
+    )
+    max_bypasses: int = setting(
+        64, help="how often others may pass a head that lacks blocks (0: never)", unit="requests", minimum=0
+    )
+    max_preemptions: int = setting(
+        3, help="preemptions after which a request is spared while others can go (0: no bound)", minimum=0
+    )
+    priority_preemption_threshold: int = setting(
+        10, help="priority queue: an arrival more urgent by more than this may take a place (-1: never)", minimum=-1
+    )
+    waiting_timeout_s: float = setting(
+        0.0, help="longest wait for the first admission, then 503 (0: no limit)", unit="s", minimum=0
+    )
+    kv_fetch_timeout_s: float = setting(
+        30.0, help="longest wait for a KV transfer, then the prompt is computed here", unit="s", minimum=0.1
     )
     enable_prefix_caching: bool = setting(True, help="reuse blocks whose content is known")
     pipeline_depth: int = setting(2, help="steps in flight before a result is awaited", unit="steps", minimum=1)

@@ -1,40 +1,52 @@
-"""The scheduler that Triptych ships: requests, queue, blocks and rows, with the five decisions left to strategies."""
+"""The scheduler that Triptych ships: requests and their states, with the five decisions left to strategies.
+
+Here is what happens to one request: it comes, waits, enters, is suspended, ends. One pass over all of them is
+`scheduler.passes`, applying a result `scheduler.results`, orders from operators `scheduler.control`.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from protocol.columns import i32, u64
 from protocol.messages import (
+    CompileGrammar,
+    Control,
+    ControlReply,
+    Extend,
+    FetchKv,
     Finished,
+    GrammarStatus,
+    KvStatus,
     Limits,
     Outputs,
     Rejected,
     RequestStatus,
-    RowError,
     Step,
-    StepFailure,
     StepResult,
     Submit,
-    TokenLogprobs,
 )
+from scheduler import control, results
 from scheduler.blocks import BlockPool
 from scheduler.config import SchedulerConfig
 from scheduler.hashing import extend_hashes, root_hash
 from scheduler.interface import Scheduler, Stats
 from scheduler.outbox import Outbox
-from scheduler.passes import Flight, Pass, is_live_waiting
-from scheduler.policies.admission import AdmissionTest
+from scheduler.passes import Flight, Pass, is_queued
+from scheduler.policies.admission import AdmissionTest, Running
 from scheduler.policies.batch import Counts
+from scheduler.policies.recovery import HostPool, Loss, MeasuredRates
 from scheduler.presets import choose
 from scheduler.request import Request
 from scheduler.table import RowTable, SlotArray
+from scheduler.timeline import History
 from scheduler.validation import check_submit
+from scheduler.waiting import WaitingRoom
 
 log = logging.getLogger("triptych.scheduler")
 
@@ -46,15 +58,25 @@ class CoreScheduler(Scheduler):
 
     def __init__(self, config: SchedulerConfig, limits: Limits, hash_key: bytes, *, clock: Callable[[], int]) -> None:
         self.config = config
+        self.now = clock
         self.stats = Stats()
         self.epoch = 0
-        self.strategies = choose(config)
+        self.paused = "no"
+        self.draining = False
         self.requests: dict[int, Request] = {}
-        self._clock = clock
-        self._outbox = Outbox()
-        self._step_id = 0
+        self.history = History()
+        self.outbox = Outbox()
+        self.rates = MeasuredRates()
+        self.step_id = 0
         self._arrivals = 0
+        self._tenants: dict[str, int] = {}
+        self._open_rows: set[int] = set()
+        self.strategies = choose(config, limits.block_size)
+        self.waiting = WaitingRoom(self.strategies.queue, self._max_age_ns())
         self._install(limits, hash_key)
+
+    def _max_age_ns(self) -> int:
+        return int(self.config.max_queue_age_s * 1e9) if self.strategies.preset.guarded else 0
 
     def _install(self, limits: Limits, hash_key: bytes) -> None:
         """Fresh pool, rows and cache for a runner that holds nothing."""
@@ -62,52 +84,123 @@ class CoreScheduler(Scheduler):
         self.block_size = limits.block_size
         self.token_budget = min(self.config.max_num_batched_tokens, limits.max_num_batched_tokens)
         self.pool = BlockPool(limits.num_blocks)
+        self.host = HostPool(limits.host_blocks)
         self.table = RowTable(min(self.config.max_num_seqs, limits.max_num_seqs), limits.block_size)
         self._hash_key = hash_key
         self._plain_root = root_hash(hash_key)
-        self._is_eos = np.zeros(limits.vocab_size, np.bool_)
-        self._is_eos[[token for token in limits.eos_token_ids if token < limits.vocab_size]] = True
-        self._flights: deque[Flight] = deque()
-        self._left: list[int] = []
-        self._filled: list[tuple[int, bytes]] = []
-        self._registered: deque[tuple[int, int, bytes]] = deque()
+        self.is_eos = np.zeros(limits.vocab_size, np.bool_)
+        self.is_eos[[token for token in limits.eos_token_ids if token < limits.vocab_size]] = True
+        self.flights: deque[Flight] = deque()
+        self.left: list[int] = []
+        self.filled: list[tuple[int, bytes]] = []
+        self.registered: deque[tuple[int, int, bytes]] = deque()
+        self.swap_out: list[int] = []
+        self._emptied_host: list[int] = []
+        self._transfers: dict[tuple[int, int], list[int]] = {}
+        self._orders: list[msgspec.Struct] = []
 
-    # --- requests come and go -------------------------------------------------------------------------------
+    # --- requests come --------------------------------------------------------------------------------------
 
     def add(self, peer: int, submit: Submit) -> None:
         rejection = check_submit(submit, self.limits, submit.id in self.requests)
-        queued = len(self.strategies.queue)
-        limit = self.config.max_num_queued_reqs
-        if rejection is None and limit and queued >= limit and not submit.resumed:
-            text = f"{queued} requests are waiting, the limit is {limit}; retry later"
-            rejection = Rejected(submit.id, "queue_full", text, 503, 1)
+        if rejection is None and not submit.resumed:
+            rejection = self._refuse_for_now(submit)
         if rejection is not None:
             self.stats.rejected[rejection.code] = self.stats.rejected.get(rejection.code, 0) + 1
-            self._outbox.of(peer).rejected.append(rejection)
+            self.outbox.of(peer).rejected.append(rejection)
             return
+        request = self._new_request(peer, submit)
+        self.requests[request.id] = request
+        self.stats.started += 1
+        self.outbox.of(peer).accepted.append(request.id)
+        if submit.params.grammar:
+            request.transition(S.WAITING_FOR_GRAMMAR)
+            self.waiting.parked[request.id] = request
+            self._orders.append(CompileGrammar(request.id, submit.params.grammar))
+        else:
+            self.waiting.push(request, self.now())
+        if submit.emitted:
+            results.end_if_complete(self, request)
+        elif request.expires_ns:
+            self.waiting.expire_at(request)
+
+    def _refuse_for_now(self, submit: Submit) -> Rejected | None:
+        """The 503 for a request that comes at a bad time, unless it is urgent enough to displace another waiter."""
+        if self.draining:
+            return Rejected(submit.id, "draining", "this scheduler is draining", 503, 5)
+        limit, waiting = self.config.max_num_queued_reqs, len(self.waiting) + len(self.waiting.parked)
+        if not limit or waiting < limit:
+            return None
+        if self.strategies.queue.name == "priority":
+            fresh = (request for request in self.strategies.queue if not request.first_admitted_ns)
+            least = max(fresh, key=lambda request: (request.priority, request.arrival), default=None)
+            if least is not None and submit.priority < least.priority:
+                least.end_code = "displaced"
+                least.end_message = f"the queue is full ({limit} requests) and a more urgent request has come"
+                self.finish(least, S.ERROR)
+                return None
+        text = f"{waiting} requests are waiting, the limit is {limit}; retry later"
+        return Rejected(submit.id, "queue_full", text, 503, 1)
+
+    def _new_request(self, peer: int, submit: Submit) -> Request:
         self._arrivals += 1
-        num_prompt = len(submit.prompt) >> 2
-        capacity = self.pool.num_usable * self.block_size
+        now, num_prompt = self.now(), len(submit.prompt) >> 2
+        timeout_ns = submit.timeout_ms * 1_000_000 or int(self.config.waiting_timeout_s * 1e9)
         request = Request(
             id=submit.id,
             peer=peer,
             params=submit.params,
             data=bytearray(submit.prompt + submit.emitted),
             num_prompt=num_prompt,
-            max_total=min(num_prompt + submit.params.max_tokens, self.limits.max_model_len, capacity + 1),
+            max_total=0,
             priority=submit.priority,
             arrival=self._arrivals,
             label=submit.label,
             salt=submit.cache_salt,
-            arrival_ns=self._clock(),
+            tenant=submit.tenant,
+            routing_key=submit.routing_key,
+            kv_source=submit.kv_source,
+            open=submit.open,
+            arrival_ns=now,
+            arrival_processed=self.processed_tokens(),
+            deadline_ns=now + submit.deadline_ms * 1_000_000 if submit.deadline_ms else 0,
+            expires_ns=now + timeout_ns if timeout_ns else 0,
             num_cached=0 if submit.emitted else -1,
         )
-        self.requests[request.id] = request
-        self.stats.started += 1
-        self._outbox.of(peer).accepted.append(request.id)
-        self.strategies.queue.push(request)
-        if submit.emitted:
-            self._end_if_complete(request)
+        self._limit_length(request)
+        request.timeline.add(now, "arrived", prompt_tokens=num_prompt, emitted=len(submit.emitted) >> 2)
+        return request
+
+    def _limit_length(self, request: Request) -> None:
+        """Where the request ends at the latest: its own limit, the context, or the whole pool and one token more."""
+        capacity = self.pool.num_usable * self.block_size
+        most = request.num_prompt + request.params.max_tokens
+        request.max_total = min(most, self.limits.max_model_len, capacity + 1)
+
+    def extend(self, peer: int, message: Extend) -> None:
+        request = self.requests.get(message.id)
+        if request is None or request.peer != peer or not request.open or len(message.tokens) % 4:
+            return
+        if request.num_prompt + (len(message.tokens) >> 2) >= request.max_total and not message.last:
+            request.end_code, request.end_message = "context_length_exceeded", "the prompt outgrows what can be held"
+            self.finish(request, S.IGNORED)
+            return
+        if request.slot >= 0:
+            self._leave_row(request)
+        request.data += message.tokens
+        request.num_prompt = request.num_tokens
+        request.open = not message.last
+        self._limit_length(request)
+        if request.num_tokens >= request.max_total:
+            request.end_code = "context_length_exceeded"
+            request.end_message = (
+                f"the prompt has grown to {request.num_tokens} tokens; {request.max_total} can be held"
+            )
+            self.finish(request, S.IGNORED)
+        elif request.status == S.WAITING_FOR_INPUT:
+            del self.waiting.parked[request.id]
+            request.transition(S.WAITING)
+            self.waiting.push(request, self.now(), keep_place=True)
 
     def abort(self, peer: int, ids: Iterable[int]) -> None:
         for request_id in ids:
@@ -119,78 +212,100 @@ class CoreScheduler(Scheduler):
         mine = [request for request in self.requests.values() if request.peer == peer]
         for request in mine:
             self.finish(request, S.ABORTED)
-        self._outbox.forget(peer)
+        self.outbox.forget(peer)
         return len(mine)
 
-    def finish(self, request: Request, status: RequestStatus) -> None:
-        """End a request from whatever state it is in: its blocks, its place and its row go, its peer is told."""
-        if is_live_waiting(request):
-            self.strategies.queue.remove(request)
-        elif request.slot >= 0:
-            self.table.leave([request.slot])
-            self._left.append(request.id)
-        request.transition(status)
-        self.pool.release(request.blocks)
-        request.blocks = []
-        del self.requests[request.id]
-        self.stats.finished[status.name] = self.stats.finished.get(status.name, 0) + 1
-        admitted = request.first_admitted_ns or self._clock()
-        self._outbox.of(request.peer).finished.append(
-            Finished(
-                id=request.id,
-                status=status,
-                stop_token=request.stop_token,
-                num_output_tokens=request.num_tokens - request.num_prompt,
-                num_cached_tokens=max(request.num_cached, 0),
-                num_preemptions=request.num_preemptions,
-                queue_ns=admitted - request.arrival_ns,
-                code=request.end_code,
-                message=request.end_message,
-            )
-        )
-
-    def preempt(self, request: Request) -> None:
-        """Suspend a running request: its tokens stay, its row and blocks go, its place in the queue is kept."""
-        request.high_water = max(request.high_water, int(self.table.computed[request.slot]))
-        self.table.leave([request.slot])
-        request.transition(S.PREEMPTED)
-        self.strategies.recovery.suspend(request, self.pool)
-        request.num_preemptions += 1
-        self.stats.preemptions += 1
-        self._left.append(request.id)
-        self.strategies.queue.restore(request)
-
-    # --- one pass -------------------------------------------------------------------------------------------
-
-    def schedule(self) -> Step | None:
-        if not self.requests:
-            return None
-        this = Pass(self)
-        this.running()
-        if not this.preempted:
-            this.waiting()
-        else:
-            log.warning(
-                "pool full: preempted %d requests (%d running, %d waiting, %d of %d blocks free)",
-                len(this.preempted), len(self.table), len(self.strategies.queue), self.pool.num_free,
-                self.pool.num_usable,
-            )  # fmt: skip
-        step = this.build(self.epoch, self._step_id + 1, self._left, self._filled)
-        if step is None:
-            return None
-        self._step_id += 1
-        self._left, self._filled = [], []
-        self._flights.append(this.flight)
-        self.stats.steps += 1
-        self.stats.step_rows, self.stats.step_tokens = this.num_rows, this.num_tokens
-        self.stats.scheduled_tokens += this.num_tokens
-        return step
+    # --- requests wait --------------------------------------------------------------------------------------
 
     def hold(self, request: Request, test: AdmissionTest) -> None:
-        """The head of the queue was not admitted in this pass, because of `test`."""
-        request.held_by = test
-        request.held_passes += 1
+        """The head of those who wait was not admitted in this pass, because of `test`."""
+        request.held_back(test)
         self.stats.held_passes[test] = self.stats.held_passes.get(test, 0) + 1
+
+    def may_enter(self, request: Request) -> bool:
+        """While new requests are paused, only those that have run before may enter."""
+        return self.paused == "no" or request.first_admitted_ns > 0
+
+    def expire(self) -> None:
+        """End requests that have waited for their first admission longer than they may."""
+        for request_id in self.waiting.expired(self.now()):
+            request = self.requests.get(request_id)
+            if request is not None and not request.first_admitted_ns:
+                waited = (self.now() - request.arrival_ns) / 1e9
+                request.end_code, request.end_message = "waiting_timeout", f"not admitted within {waited:.1f} s"
+                self.finish(request, S.ERROR)
+        for request in [r for r in self.waiting.parked.values() if r.status == S.WAITING_FOR_REMOTE_KV]:
+            if self.now() - request.queued_ns > self.config.kv_fetch_timeout_s * 1e9:
+                self.on_kv_status(KvStatus(request.id, request.incarnation, 0, "timed out"), pages_are_free=False)
+
+    def fetch_kv(self, request: Request, blocks: list[int], num_hit: int) -> None:
+        """Let a KV source fill these blocks (held already) while the request waits; the first `num_hit` are known."""
+        self.waiting.remove(request)
+        request.transition(S.WAITING_FOR_REMOTE_KV)
+        request.incarnation += 1
+        request.blocks = blocks
+        request.queued_ns = self.now()
+        self.waiting.parked[request.id] = request
+        self._transfers[request.id, request.incarnation] = blocks[num_hit:]
+        self.pool.hold(blocks[num_hit:])  # the transfer's own hold: it outlives the request
+        num_tokens = len(blocks) * self.block_size
+        column = np.array(blocks, np.int32).tobytes()
+        self._orders.append(FetchKv(request.id, request.incarnation, request.kv_source, num_tokens, column))
+        request.timeline.add(self.now(), "fetching_kv", tokens=num_tokens)
+
+    def on_kv_status(self, status: KvStatus, *, pages_are_free: bool = True) -> None:
+        """A transfer has ended, or taken too long: only its end gives its pages back."""
+        if pages_are_free:
+            self.pool.release(self._transfers.pop((status.id, status.incarnation), []))
+        request = self.requests.get(status.id)
+        if request is None or request.incarnation != status.incarnation or request.status != S.WAITING_FOR_REMOTE_KV:
+            return
+        del self.waiting.parked[request.id]
+        request.transition(S.WAITING)
+        request.kv_source = ""
+        request.kept = (
+            min(status.num_tokens, len(request.blocks) * self.block_size) // self.block_size * self.block_size
+        )
+        surplus = request.blocks[request.kept // self.block_size :]
+        del request.blocks[request.kept // self.block_size :]
+        self.pool.release(surplus)
+        request.timeline.add(self.now(), "kv_arrived", tokens=request.kept, message=status.message)
+        self.waiting.push(request, self.now(), keep_place=True)
+
+    def on_grammar_status(self, status: GrammarStatus) -> None:
+        """A grammar is ready, or its request ends alone."""
+        request = self.requests.get(status.id)
+        if request is None or request.status != S.WAITING_FOR_GRAMMAR:
+            return
+        if status.message:
+            request.end_code, request.end_message = "invalid_grammar", status.message
+            self.finish(request, S.ERROR)
+            return
+        del self.waiting.parked[request.id]
+        request.transition(S.WAITING)
+        request.timeline.add(self.now(), "grammar_ready")
+        self.waiting.push(request, self.now())
+
+    def wait_for_input(self, request: Request, blocks: list[int], kept: int) -> None:
+        """An open request has nothing to compute: it keeps its blocks, and waits for its next part without a slot."""
+        self.waiting.remove(request)
+        request.transition(S.RUNNING)  # it was admitted, to nothing
+        self._park_for_input(request, blocks, kept)
+
+    def _park_for_input(self, request: Request, blocks: list[int], kept: int) -> None:
+        request.transition(S.WAITING_FOR_INPUT)
+        request.blocks, request.kept = blocks, kept
+        self.waiting.parked[request.id] = request
+
+    def _leave_row(self, request: Request) -> None:
+        """Take an open request out of the batch: it keeps its blocks and waits for its next part."""
+        computed = int(self.table.computed[request.slot])
+        request.high_water = max(request.high_water, computed)
+        self.table.leave([request.slot])
+        self.left.append(request.id)
+        self._park_for_input(request, request.blocks, computed)
+
+    # --- requests run ---------------------------------------------------------------------------------------
 
     def find_hit(self, request: Request) -> list[int]:
         """Cached blocks for the request's leading tokens; at least one token is left to compute."""
@@ -205,26 +320,40 @@ class CoreScheduler(Scheduler):
             root = root_hash(self._hash_key, [("salt", request.salt)]) if request.salt else self._plain_root
             extend_hashes(self._hash_key, root, request.data, request.hashes, num_blocks, 4 * self.block_size)
 
-    def admit(self, request: Request, hit: list[int], taken: list[int]) -> int:
-        """Make a queued request run with these blocks, all of them held by it already. Returns its slot."""
-        self.strategies.queue.remove(request)
+    def admit(self, request: Request, blocks: list[int], start: int) -> int:
+        """Make a waiting request run with these blocks, all held by it; `start` tokens have KV. Returns its slot."""
+        self.waiting.remove(request)
         request.transition(S.RUNNING)
         request.incarnation += 1
-        request.blocks = hit + taken
-        start = len(hit) * self.block_size
+        request.blocks, request.kept = blocks, 0
+        self._emptied_host += request.host_blocks
+        request.host_blocks = []
+        now = self.now()
         if not request.first_admitted_ns:
-            request.first_admitted_ns = self._clock()
-            self.stats.queue_seconds.append((request.first_admitted_ns - request.arrival_ns) / 1e9)
+            request.first_admitted_ns = now
+            self.stats.queue_seconds.append((now - request.arrival_ns) / 1e9)
         if request.num_cached < 0:
             request.num_cached = min(start, request.num_prompt)
             self.stats.prompt_tokens += request.num_prompt
             self.stats.prefix_queried_tokens += request.num_prompt
             self.stats.prefix_hit_tokens += request.num_cached
-        self.stats.replayed_tokens += max(0, request.high_water - start)
+            if self.strategies.queue.wants_charges:
+                self.strategies.queue.charge({request.tenant: float(request.num_prompt)})
+        replayed = max(0, request.high_water - start)
+        request.num_replayed += replayed
+        self.stats.replayed_tokens += replayed
+        request.timeline.add(now, "admitted", cached=start, replayed=replayed, held=dict(request.held))
         params = request.params
         usual_end = not params.eos_token_ids or set(params.eos_token_ids) == set(self.limits.eos_token_ids)
-        watched = bool(params.stop_token_ids) or params.min_tokens > 0 or not usual_end
-        return self.table.enter(request, start, watched)
+        repetition = params.repetition_max_pattern > 0
+        watched = bool(params.stop_token_ids) or params.min_tokens > 0 or not usual_end or repetition
+        if request.open:
+            self._open_rows.add(request.id)
+        tenant = self._tenants.setdefault(request.tenant, len(self._tenants))
+        sealed = 0
+        while sealed < start // self.block_size and self.pool.hash_of[blocks[sealed]] is not None:
+            sealed += 1
+        return self.table.enter(request, start, sealed, watched, tenant)
 
     def advance(self, slots: SlotArray, counts: Counts) -> npt.NDArray[np.bool_]:
         """These rows will compute `counts` more tokens. Returns which of them sample: those that reach their target."""
@@ -233,10 +362,20 @@ class CoreScheduler(Scheduler):
         table.computed[slots] = computed
         reached: npt.NDArray[np.bool_] = computed == table.target[slots]
         table.target[slots[reached]] += 1
-        self._seal_full(slots)
+        self.seal_full(slots)
         return reached
 
-    def _seal_full(self, slots: SlotArray) -> None:
+    def take_back(self, request: Request, count: int) -> None:
+        """Undo `advance` for a row that leaves before its step is sent: nothing of it will be computed."""
+        self.table.computed[request.slot] -= count
+        mine = set(request.blocks)
+        undone = {block for step_id, block, _ in self.registered if step_id == self.step_id + 1 and block in mine}
+        for block in undone:
+            self.pool.forget(block)
+        self.registered = deque(entry for entry in self.registered if entry[1] not in undone)
+        self.filled = [entry for entry in self.filled if entry[0] not in undone]
+
+    def seal_full(self, slots: SlotArray) -> None:
         """Make findable the blocks of these rows whose tokens are all known and computed (or in flight)."""
         table, size = self.table, self.block_size
         full = np.minimum(table.computed[slots], table.known[slots]) // size
@@ -250,194 +389,174 @@ class CoreScheduler(Scheduler):
                 self._hash_up_to(request, upto)
                 for block_index in range(int(table.sealed[slot]), upto):
                     block, block_hash = request.blocks[block_index], request.hashes[block_index]
-                    self.pool.register(block, block_hash)
-                    self._filled.append((block, block_hash))
-                    self._registered.append((self._step_id + 1, block, block_hash))
+                    if self.pool.hash_of[block] is None:
+                        self.pool.register(block, block_hash)
+                        self.filled.append((block, block_hash))
+                        self.registered.append((self.step_id + 1, block, block_hash))
             table.sealed[slot] = upto
 
-    # --- one result -----------------------------------------------------------------------------------------
+    def choose_victim(self) -> Request:
+        """The running request that gives its blocks up. Guarded presets spare those that have been victims too often,
+        and never take one that would free nothing while another would free something."""
+        candidates = self.table.requests()
+        if self.strategies.preset.guarded:
+            bound = self.config.max_preemptions or len(self.requests) + (1 << 30)
+            useful = [r for r in candidates if self.pool.count_recoverable(r.blocks)]
+            candidates = [r for r in useful if r.num_preemptions < bound] or useful or candidates
+        return self.strategies.victim.choose(candidates, self.pool)
+
+    def preempt(self, request: Request, needy: Request | None = None, *, may_swap: bool = True) -> None:
+        """Suspend a running request: its tokens stay, its row and blocks go, its place in the queue is kept."""
+        computed = int(self.table.computed[request.slot])
+        request.high_water = max(request.high_water, computed)
+        self.table.leave([request.slot])
+        self.left.append(request.id)
+        request.transition(S.PREEMPTED)
+        request.num_preemptions += 1
+        self.stats.preemptions += 1
+        swapped = may_swap and self._swap(request, computed)
+        self.pool.release(request.blocks)
+        request.blocks = []
+        way = "swap" if swapped else "recompute"
+        request.timeline.add(self.now(), "preempted", by=needy.id if needy else 0, computed=computed, recovery=way)
+        if swapped:
+            self.waiting.swapped.append(request)
+        else:
+            self.waiting.push(request, self.now(), keep_place=not self.strategies.preset.victims_rejoin_tail)
+
+    def _swap(self, request: Request, computed: int) -> bool:
+        """Have the victim's KV copied to the host, if the recovery policy wants that. The copies are in the next step,
+        which the device runs after everything in flight and before anything the freed blocks are written with."""
+        num_blocks = -(-computed // self.block_size)
+        survives = sum(1 for block in request.blocks[:num_blocks] if self.pool.hash_of[block] is not None)
+        loss = Loss(computed, num_blocks, survives * self.block_size, self.limits.kv_bytes_per_block)
+        if not self.strategies.recovery.swaps(loss, self.host, self.rates):
+            return False
+        request.host_blocks = self.host.take(num_blocks)
+        request.kept = computed
+        for pair in zip(request.blocks, request.host_blocks, strict=False):
+            self.swap_out += pair
+        self.stats.swapped_out_blocks += num_blocks
+        return True
+
+    def forget_swap(self, request: Request) -> None:
+        """A suspended request's host copy is of no use: it will recompute."""
+        if request.host_blocks:
+            self.waiting.remove(request)
+            self.host.release(request.host_blocks)
+            request.host_blocks, request.kept = [], 0
+            self.waiting.push(request, self.now(), keep_place=True)
+
+    def running_columns(self) -> Running:
+        """The running rows as admission sees them."""
+        table, rows = self.table, self.table.order
+        return Running(table.blocks[rows], table.computed[rows], table.known[rows], table.total[rows])
+
+    # --- requests end ---------------------------------------------------------------------------------------
+
+    def finish(self, request: Request, status: RequestStatus) -> None:
+        """End a request from whatever state it is in: its blocks, its place and its row go, its peer is told."""
+        if request.slot >= 0:
+            self.table.leave([request.slot])
+            self.left.append(request.id)
+        elif is_queued(request):
+            self.waiting.remove(request)
+        request.transition(status)
+        self.pool.release(request.blocks)
+        self._emptied_host += request.host_blocks
+        request.blocks, request.host_blocks = [], []
+        del self.requests[request.id]
+        self.stats.finished[status.name] = self.stats.finished.get(status.name, 0) + 1
+        self.stats.preemption_counts.append(request.num_preemptions)
+        now = self.now()
+        request.timeline.add(now, status.name.lower(), outputs=request.num_outputs)
+        self.history.add(request.id, control.record(self, request))
+        self.outbox.of(request.peer).finished.append(
+            Finished(
+                id=request.id,
+                status=status,
+                stop_token=request.stop_token,
+                num_output_tokens=request.num_outputs,
+                num_cached_tokens=max(request.num_cached, 0),
+                num_preemptions=request.num_preemptions,
+                queue_ns=(request.first_admitted_ns or now) - request.arrival_ns,
+                code=request.end_code,
+                message=request.end_message,
+            )
+        )
+        if not self.requests:
+            self.strategies.admission.idle()
+
+    # --- steps ----------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Step | None:
+        if not self.requests or self.paused == "all":
+            return None
+        self.expire()
+        before = self.strategies.admission.ratio
+        this = Pass(self)
+        this.run()
+        if this.preempted:
+            self._after_preemptions(this, before)
+        step = this.build(self.step_id + 1)
+        if step is None:
+            return None
+        if not this.preempted:
+            self.strategies.admission.stepped()
+        self.step_id += 1
+        self.left, self.filled, self.swap_out = [], [], []
+        self.host.release(self._emptied_host)
+        self._emptied_host = []
+        self.flights.append(this.flight)
+        self.stats.steps += 1
+        self.stats.step_rows, self.stats.step_tokens = this.num_rows, this.num_tokens
+        self.stats.scheduled_tokens += this.num_tokens
+        self._park_idle_sessions()
+        return step
+
+    def _after_preemptions(self, this: Pass, ratio_before: float | None) -> None:
+        rows = self.table.order
+        self.strategies.admission.preempted(self.running_columns(), self.table.prompt[rows])
+        ratio = self.strategies.admission.ratio
+        log.warning(
+            "preempted %d requests (%s): %d running, %d waiting, %d of %d blocks free%s",
+            len(this.preempted), ", ".join(str(request.id) for request in this.preempted[:4]), len(self.table),
+            len(self.waiting), self.pool.num_free, self.pool.num_usable,
+            f", ratio {ratio_before:.3f} -> {ratio:.3f}" if ratio is not None else "",
+        )  # fmt: skip
+
+    def _park_idle_sessions(self) -> None:
+        """Open requests whose known tokens are all on their way give up their slot."""
+        for request in [self.requests[request_id] for request_id in self._open_rows if request_id in self.requests]:
+            if request.slot >= 0 and self.table.computed[request.slot] >= self.table.final[request.slot]:
+                self._leave_row(request)
+        self._open_rows = {i for i in self._open_rows if i in self.requests and self.requests[i].slot >= 0}
 
     def update(self, result: StepResult) -> None:
-        flight = self._land(result)
-        if flight is None:
-            return
-        if result.failure is not None:
-            self._fail(flight, result.failure)
-            return
-        while self._registered and self._registered[0][0] <= flight.step_id:
-            self._registered.popleft()
-        for error in result.errors:
-            self._fail_row(error)
-        self._apply_tokens(flight, result)
-
-    def _land(self, result: StepResult) -> Flight | None:
-        """The flight that this result ends; None for a result of another epoch, or one that came before."""
-        if result.epoch == self.epoch:
-            for index, flight in enumerate(self._flights):
-                if flight.step_id == result.step_id:
-                    del self._flights[index]
-                    return flight
-        log.debug("ignored the result of step %d of epoch %d", result.step_id, result.epoch)
-        return None
-
-    def _apply_tokens(self, flight: Flight, result: StepResult) -> None:
-        ids, positions, tokens = u64(result.ids), i32(result.positions), i32(result.tokens)
-        incarnations = i32(result.incarnations)
-        slots = self._slots_of(flight, ids, incarnations)
-        table = self.table
-        valid = (
-            (slots >= 0)
-            & (table.id[slots] == ids)
-            & (table.incarnation[slots] == incarnations)
-            & (table.known[slots] == positions)
-            & table.live[slots]
-        )
-        fresh: set[tuple[int, int]] | None = set() if result.logprobs else None
-        if not valid.all():
-            late = ~valid
-            columns = (ids[late].tolist(), incarnations[late].tolist(), positions[late].tolist(), tokens[late].tolist())
-            for request_id, incarnation, position, token in zip(*columns, strict=True):
-                self._apply_late(request_id, incarnation, position, token, fresh)
-            slots, ids, positions, tokens = slots[valid], ids[valid], positions[valid], tokens[valid]
-        if len(slots):
-            table.tail[slots, positions % self.block_size] = tokens
-            table.known[slots] = positions + 1
-            outputs = positions - table.prompt[slots]
-            self._outbox.add_tokens(table.peer[slots], ids, outputs, tokens)
-            self.stats.generated_tokens += len(slots)
-            self._seal_full(slots)
-            if fresh is not None:
-                fresh.update(zip(ids.tolist(), positions.tolist(), strict=True))
-        if fresh is not None:
-            self._pass_on_logprobs(result.logprobs, fresh)
-        if len(slots):
-            self._end_rows(slots, tokens)
-
-    def _slots_of(self, flight: Flight, ids: npt.NDArray[np.uint64], incarnations: npt.NDArray[np.int32]) -> SlotArray:
-        """The slots that rows had when the step was sent; -1 for a row that the step didn't sample."""
-        if len(ids) == len(flight.sampled_ids) and bool((ids == flight.sampled_ids).all()):
-            return flight.sampled_slots
-        known = dict(zip(flight.sampled_ids.tolist(), flight.sampled_slots.tolist(), strict=True))
-        return np.array([known.get(request_id, -1) for request_id in ids.tolist()], np.intp)
-
-    def _end_rows(self, slots: SlotArray, tokens: npt.NDArray[np.int32]) -> None:
-        """Finish the rows whose newest token ends them. A stop on the last allowed token is a stop."""
-        table = self.table
-        stopped = table.heeds_eos[slots] & self._is_eos[tokens]
-        for index in np.flatnonzero(table.watched[slots]).tolist():
-            request = table.request[int(slots[index])]
-            assert request is not None
-            num_outputs = int(table.known[slots[index]] - table.prompt[slots[index]])
-            stopped[index] = self._stops(request, int(tokens[index]), num_outputs)
-        ended = stopped | (table.known[slots] >= table.total[slots])
-        for index in np.flatnonzero(ended).tolist():
-            request = table.request[int(slots[index])]
-            assert request is not None
-            if stopped[index]:
-                request.stop_token = int(tokens[index])
-            self.finish(request, S.STOPPED if stopped[index] else S.LENGTH)
-
-    def _stops(self, request: Request, token: int, num_outputs: int) -> bool:
-        """Whether `token`, the newest of `num_outputs`, ends the request."""
-        params = request.params
-        if num_outputs < params.min_tokens:
-            return False
-        ends = params.eos_token_ids or self.limits.eos_token_ids
-        return token in params.stop_token_ids or (not params.ignore_eos and token in ends)
-
-    def _apply_late(
-        self, request_id: int, incarnation: int, position: int, token: int, fresh: set[tuple[int, int]] | None
-    ) -> None:
-        """A token for a request that left its row since: still its next one if it waits with the same incarnation."""
-        request = self.requests.get(request_id)
-        if (
-            request is None
-            or request.status != S.PREEMPTED
-            or request.incarnation != incarnation
-            or request.num_tokens != position
-        ):
-            self.stats.stale_tokens += 1
-            return
-        request.data += token.to_bytes(4, "little", signed=True)
-        self.stats.generated_tokens += 1
-        self._outbox.add_tokens(
-            np.array([request.peer], np.int32),
-            np.array([request_id], np.uint64),
-            np.array([position - request.num_prompt], np.int32),
-            np.array([token], np.int32),
-        )
-        if fresh is not None:
-            fresh.add((request_id, position))
-        self._end_if_complete(request)
-
-    def _end_if_complete(self, request: Request) -> None:
-        """Finish a waiting request whose known outputs already end it."""
-        token = int.from_bytes(request.data[-4:], "little", signed=True)
-        if self._stops(request, token, request.num_tokens - request.num_prompt):
-            request.stop_token = token
-            self.finish(request, S.STOPPED)
-        elif request.num_tokens >= request.max_total:
-            self.finish(request, S.LENGTH)
-
-    def _pass_on_logprobs(self, entries: list[TokenLogprobs], fresh: set[tuple[int, int]]) -> None:
-        for entry in entries:
-            request = self.requests.get(entry.id)
-            if request is not None and (entry.id, entry.position) in fresh:
-                self._outbox.of(request.peer).logprobs.append(
-                    TokenLogprobs(
-                        entry.id, entry.position - request.num_prompt, entry.logprob, entry.rank, entry.top_ids,
-                        entry.top_logprobs,
-                    )
-                )  # fmt: skip
-
-    # --- failure --------------------------------------------------------------------------------------------
-
-    def _fail_row(self, error: RowError) -> None:
-        request = self.requests.get(error.id)
-        if request is not None and request.incarnation == error.incarnation:
-            request.end_code, request.end_message = error.code, error.message
-            for block in request.blocks:
-                self.pool.forget(block)  # whatever made this row fail may be in its KV: nobody else shall read it
-            self.finish(request, S.ERROR)
-
-    def _fail(self, flight: Flight, failure: StepFailure) -> None:
-        """A step failed: nothing it would have written can be trusted, nor what later steps built on it.
-
-        Its requests are computed again under a new incarnation, so that what the steps behind it report about them
-        is stale. A request that has been part of too many failed steps ends with an error.
-        """
-        self.stats.failed_steps += 1
-        log.error("step %d failed (%s): %s", flight.step_id, failure.code, failure.message)
-        for step_id, block, block_hash in self._registered:
-            if step_id >= flight.step_id and self.pool.hash_of[block] == block_hash:
-                self.pool.forget(block)
-        self._registered.clear()
-        self._filled.clear()
-        for request_id, incarnation in zip(flight.ids.tolist(), flight.incarnations.tolist(), strict=True):
-            request = self.requests.get(request_id)
-            if request is None or request.incarnation != incarnation:
-                continue
-            request.num_failures += 1
-            if request.num_failures >= self.config.max_step_failures:
-                request.end_code, request.end_message = failure.code, failure.message
-                self.finish(request, S.ERROR)
-                continue
-            if request.status == S.RUNNING:
-                self.preempt(request)
-            request.incarnation += 1
+        results.apply(self, result)
 
     def reset_runner(self, limits: Limits, hash_key: bytes) -> None:
         for request in reversed(self.table.requests()):
-            self.preempt(request)
+            self.preempt(request, may_swap=False)
             request.incarnation += 1
-        self._install(limits, hash_key)
-        for request in self.requests.values():
-            request.hashes.clear()
         for request in list(self.requests.values()):
-            capacity = self.pool.num_usable * self.block_size
-            request.max_total = min(request.max_total, limits.max_model_len, capacity + 1)
-            if request.num_tokens >= request.max_total:
-                self.finish(request, S.LENGTH)
+            self.forget_swap(request)
+            request.hashes.clear()
+            request.blocks, request.kept = [], 0
+            if request.status == S.WAITING_FOR_REMOTE_KV:
+                del self.waiting.parked[request.id]
+                request.transition(S.WAITING)
+                self.waiting.push(request, self.now(), keep_place=True)
+        self._install(limits, hash_key)
+        for request in list(self.requests.values()):
+            self._limit_length(request)
+            if request.status == S.WAITING_FOR_GRAMMAR:
+                self._orders.append(CompileGrammar(request.id, request.params.grammar))
+            if request.num_tokens < request.max_total:
+                continue
+            held = f"{request.num_tokens} tokens, and this runner holds {request.max_total - 1}"
+            request.end_message = held
+            self.finish(request, S.LENGTH if request.num_outputs else S.IGNORED)
 
     # --- what others see ------------------------------------------------------------------------------------
 
@@ -445,30 +564,78 @@ class CoreScheduler(Scheduler):
         if self.config.enable_prefix_caching:
             self.pool.adopt(list(blocks), list(hashes))
 
+    def adopt(self, config: SchedulerConfig) -> None:
+        """Go on under another configuration: strategies are made anew, the queue moves over, running rows stay."""
+        self.config = config
+        self.strategies = choose(config, self.block_size)
+        self.waiting.reorder(self.strategies.queue, self._max_age_ns())
+        self.token_budget = min(config.max_num_batched_tokens, self.limits.max_num_batched_tokens)
+        self.table.limit = min(config.max_num_seqs, self.table.capacity)
+
+    def control(self, message: Control) -> ControlReply:
+        return control.answer(self, message)
+
     def take_outputs(self) -> list[tuple[int, Outputs]]:
-        return self._outbox.take(self.epoch, self._step_id)
+        return self.outbox.take(self.epoch, self.step_id)
+
+    def take_orders(self) -> list[msgspec.Struct]:
+        orders, self._orders = self._orders, []
+        return orders
 
     @property
     def in_flight(self) -> int:
-        return len(self._flights)
+        return len(self.flights)
 
     @property
     def has_requests(self) -> bool:
         return bool(self.requests)
 
+    @property
+    def version(self) -> int:
+        return self.pool.version
+
+    def matched(self, request: Request) -> int:
+        return len(self.find_hit(request)) * self.block_size
+
+    def shared(self, one: Request, other: Request) -> int:
+        count = 0
+        for mine, theirs in zip(one.hashes, other.hashes, strict=False):
+            if mine != theirs:
+                break
+            count += 1
+        return count * self.block_size
+
+    def routing_keys(self) -> Mapping[str, int]:
+        return Counter(request.routing_key for request in self.table.requests() if request.routing_key)
+
+    def processed_tokens(self) -> int:
+        return self.stats.prompt_tokens - self.stats.prefix_hit_tokens
+
+    def tenant_names(self) -> list[str]:
+        """Tenants by the number that rows carry."""
+        return list(self._tenants)
+
     def refresh_stats(self) -> Stats:
-        """Bring the levels in `stats` up to date."""
         stats = self.stats
         stats.running = len(self.table)
-        stats.waiting = len(self.strategies.queue)
+        stats.swapped = len(self.waiting.swapped)
+        stats.parked = dict(Counter(request.status.name.lower() for request in self.waiting.parked.values()))
+        stats.preempted_waiting = stats.swapped
+        stats.waiting = len(self.waiting)
         stats.free_blocks, stats.usable_blocks = self.pool.num_free, self.pool.num_usable
         stats.evictions = self.pool.evictions
+        stats.queue_flips = self.strategies.queue.flips
+        stats.new_token_ratio = self.strategies.admission.ratio
         return stats
 
     def check(self) -> list[str]:
-        faults = self.pool.check([request.blocks for request in self.requests.values()])
-        queued = {request.id for request in self.strategies.queue}
-        running = {request.id for request in self.table.requests()}
-        if queued & running or queued | running != set(self.requests):
-            faults.append(f"{len(queued)} queued and {len(running)} running of {len(self.requests)} requests")
+        holders = [request.blocks for request in self.requests.values()]
+        faults = self.pool.check([*holders, *self._transfers.values()])
+        waiting = [request.id for request in self.waiting]
+        running = [request.id for request in self.table.requests()]
+        if len(set(waiting + running)) != len(waiting) + len(running) or set(waiting + running) != set(self.requests):
+            faults.append(f"{len(waiting)} waiting and {len(running)} running of {len(self.requests)} requests")
+        swapped = sum(len(request.host_blocks) for request in self.requests.values()) + len(self._emptied_host)
+        if swapped + self.host.num_free != self.host.num_blocks:
+            faults.append(f"host: {swapped} held + {self.host.num_free} free is not {self.host.num_blocks}")
         return faults

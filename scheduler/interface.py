@@ -10,7 +10,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from protocol.messages import Limits, Outputs, Step, StepResult, Submit
+import msgspec
+
+from protocol.messages import (
+    Control,
+    ControlReply,
+    Extend,
+    GrammarStatus,
+    KvStatus,
+    Limits,
+    Outputs,
+    Step,
+    StepResult,
+    Submit,
+)
 from scheduler.config import SchedulerConfig
 
 
@@ -38,7 +51,13 @@ class Stats:
     failed_steps: int = 0
     evictions: int = 0
     held_passes: dict[str, int] = field(default_factory=dict)
+    swapped: int = 0
+    swapped_out_blocks: int = 0
+    parked: dict[str, int] = field(default_factory=dict)
+    queue_flips: int = 0
+    new_token_ratio: float | None = None
     queue_seconds: list[float] = field(default_factory=list)
+    preemption_counts: list[int] = field(default_factory=list)
     step_tokens: int = 0
     step_rows: int = 0
 
@@ -73,6 +92,24 @@ class Scheduler(ABC):
     def drop_peer(self, peer: int) -> int:
         """An API is gone: end all its requests, say nothing. Returns how many there were."""
 
+    def extend(self, peer: int, message: Extend) -> None:
+        """More of an open request's prompt. A class without such requests may leave this as it is."""
+
+    def control(self, message: Control) -> ControlReply:
+        """An operator's order. A class that takes none says so."""
+        body = b'{"code": "unsupported", "message": "this scheduler takes no orders"}'
+        return ControlReply(message.nonce, False, body)
+
+    def on_grammar_status(self, status: GrammarStatus) -> None:
+        """The runner's word on a grammar that was asked for."""
+
+    def on_kv_status(self, status: KvStatus) -> None:
+        """The runner's word on a KV transfer that was asked for."""
+
+    def take_orders(self) -> list[msgspec.Struct]:
+        """Messages for the runner beside steps (CompileGrammar, FetchKv), to be sent before the next step."""
+        return []
+
     @abstractmethod
     def schedule(self) -> Step | None:
         """One pass: the next step to send, or None if nothing can run. The step counts as in flight from here on."""
@@ -105,4 +142,4 @@ class Scheduler(ABC):
 
     @abstractmethod
     def check(self) -> list[str]:
-        """Violated invariants as sentences; empty when all is well. Looks at every block: for idle moments and tests."""
+        """Violated invariants as sentences; empty when all is well. Looks at every block: not for a busy loop."""

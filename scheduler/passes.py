@@ -1,4 +1,4 @@
-"""One scheduling pass: rows that run are served first, then the queue's head may enter. Decides, then builds a Step.
+"""One scheduling pass: rows that run are served, then the queue's head may enter. Decides, then builds a Step.
 
 Steady decode is a handful of vector operations over all rows. Only rows that cross a block border, victims and
 admissions are touched one by one.
@@ -7,6 +7,7 @@ admissions are touched one by one.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,11 +17,15 @@ from protocol.columns import pack_i32, pack_u64
 from protocol.messages import NewRequest, RequestStatus, Step
 from scheduler.policies.admission import AdmissionTest, Candidate
 from scheduler.policies.batch import Counts, deal
+from scheduler.policies.urgent import Holder, make_room
 from scheduler.request import Request
 from scheduler.table import SlotArray
 
 if TYPE_CHECKING:
     from scheduler.core import CoreScheduler
+
+LOOK_PAST = 8
+"""Waiters behind a blocked head that are tried in one pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,30 +37,58 @@ class Flight:
     incarnations: npt.NDArray[np.int32]
     sampled_slots: SlotArray
     sampled_ids: npt.NDArray[np.uint64]
-    sampled_incarnations: npt.NDArray[np.int32]
+    num_tokens: int
+    num_copied: int
+
+
+@dataclass(slots=True)
+class _Served:
+    """Rows that have been given tokens together: [R] each. `sampled` is None until their counters have been moved."""
+
+    slots: SlotArray
+    counts: Counts
+    sampled: npt.NDArray[np.bool_] | None = None
 
 
 class Pass:
-    """The state of one pass. Used once: `running()`, `waiting()`, then `build()`."""
+    """The state of one pass. Used once: `run()`, then `build()`."""
 
     def __init__(self, core: CoreScheduler) -> None:
         self.core = core
         self.budget = core.token_budget
-        self.cap = core.strategies.batch.cap(len(core.table) + len(core.strategies.queue))
+        self.cap = core.strategies.batch.cap(len(core.table) + len(core.waiting), self.budget)
         self.preempted: list[Request] = []
-        self._slots: list[SlotArray] = []
-        self._counts: list[Counts] = []
-        self._sampled: list[npt.NDArray[np.bool_]] = []
+        self._served: list[_Served] = []
         self._grown: dict[int, list[int]] = {}
         self._new: list[NewRequest] = []
+        self._swap_in: list[int] = []
+
+    def run(self) -> None:
+        """Decide. A pass that has preempted for want of blocks admits nobody."""
+        table, batch = self.core.table, self.core.strategies.batch
+        rows = batch.order(table)
+        if not batch.prefill_first:
+            self._run_rows(rows)
+            if not self.preempted:
+                self._admit_waiting()
+            return
+        behind = batch.prefilling(table, rows)
+        self._run_rows(rows[behind])
+        if not self.preempted:
+            self._admit_waiting()
+        if not self._anything:
+            self._run_rows(rows[~behind])
+
+    @property
+    def _anything(self) -> bool:
+        return any(len(served.slots) for served in self._served)
 
     # --- rows that run --------------------------------------------------------------------------------------
 
-    def running(self) -> None:
-        """Serve the running rows in order. Whoever can't get a block makes the victim policy choose, and retries."""
-        table, pool, size = self.core.table, self.core.pool, self.core.block_size
-        strategies = self.core.strategies
-        pending = strategies.batch.order(table)
+    def _run_rows(self, pending: SlotArray) -> None:
+        """Serve these rows in order. Whoever can't get a block makes the victim policy choose, and retries."""
+        core = self.core
+        table, pool, size = core.table, core.pool, core.block_size
         granted = self.cap  # what the first row in `pending` was dealt before somebody made room for it
         while len(pending):
             computed = table.computed[pending]
@@ -66,14 +99,15 @@ class Pass:
             growing = np.flatnonzero(growth > 0)
             short = np.flatnonzero(np.cumsum(growth[growing]) > pool.num_free) if len(growing) else growing
             if not len(short):
-                self._commit(pending, counts, growth, growing)
+                self._serve(pending, counts, growth, growing)
                 break
             needy = int(growing[short[0]])
-            self._commit(pending[:needy], counts[:needy], growth, growing[: short[0]])
-            victim_slot = self._preempt(strategies.victim.choose(table))
+            self._serve(pending[:needy], counts[:needy], growth, growing[: short[0]])
+            needy_request = table.request[int(pending[needy])]
+            victim_slot = self._preempt(core.choose_victim(), needy_request)
             pending = pending[needy:]
             if victim_slot == pending[0]:
-                if strategies.self_victim_ends_phase:
+                if core.strategies.preset.self_victim_ends_phase:
                     break
                 granted = self.cap
             else:
@@ -81,7 +115,7 @@ class Pass:
             pending = pending[pending != victim_slot]
         self._advance()
 
-    def _commit(self, slots: SlotArray, counts: Counts, growth: Counts, growing: SlotArray) -> None:
+    def _serve(self, slots: SlotArray, counts: Counts, growth: Counts, growing: SlotArray) -> None:
         """Give these rows their tokens, and those at `growing` their blocks."""
         table, pool = self.core.table, self.core.pool
         for index in growing.tolist():
@@ -93,71 +127,146 @@ class Pass:
             table.blocks[slot] = len(request.blocks)
             self._grown[slot] = blocks
         self.budget -= int(counts.sum())
-        self._slots.append(slots)
-        self._counts.append(counts)
+        self._served.append(_Served(slots, counts))
 
-    def _preempt(self, victim: Request) -> int:
+    def _preempt(self, victim: Request, needy: Request | None) -> int:
         """Suspend a running request and undo what this pass has given it. Returns the slot it had."""
         slot = victim.slot
-        for index, slots in enumerate(self._slots):
-            mine = slots == slot
+        for served in self._served:
+            mine = served.slots == slot
             if mine.any():
-                self.budget += int(self._counts[index][mine].sum())
-                self._slots[index] = slots[~mine]
-                self._counts[index] = self._counts[index][~mine]
+                count = int(served.counts[mine].sum())
+                self.budget += count
+                if served.sampled is not None:
+                    self.core.take_back(victim, count)
+                    served.sampled = served.sampled[~mine]
+                served.slots, served.counts = served.slots[~mine], served.counts[~mine]
         self._grown.pop(slot, None)
-        self.core.preempt(victim)
+        self.core.preempt(victim, needy)
         self.preempted.append(victim)
         return slot
 
     def _advance(self) -> None:
-        """The rows committed so far will be computed: move their counters and seal the blocks that become full."""
-        slots = np.concatenate(self._slots) if self._slots else np.empty(0, np.intp)
-        counts = np.concatenate(self._counts) if self._counts else np.empty(0, np.int32)
-        scheduled = counts > 0
-        if not scheduled.all():
-            slots, counts = slots[scheduled], counts[scheduled]
-        self._slots, self._counts = [slots], [counts]
-        self._sampled = [self.core.advance(slots, counts)]
+        """The rows served but not yet moved will be computed: move their counters, seal blocks that become full."""
+        for served in self._served:
+            if served.sampled is None:
+                scheduled = served.counts > 0
+                if not scheduled.all():
+                    served.slots, served.counts = served.slots[scheduled], served.counts[scheduled]
+                served.sampled = self.core.advance(served.slots, served.counts)
 
-    # --- the queue ------------------------------------------------------------------------------------------
+    # --- those who wait -------------------------------------------------------------------------------------
 
-    def waiting(self) -> None:
-        """Admit from the head of the queue until a test binds. A head that doesn't fit blocks those behind it."""
-        core, queue = self.core, self.core.strategies.queue
-        while len(queue):
-            if self.budget <= 0:
-                core.hold(queue.peek(), AdmissionTest.TOKENS)
-                break
-            if len(core.table) >= core.table.capacity:
-                core.hold(queue.peek(), AdmissionTest.SLOTS)
-                break
-            head = queue.peek()
-            bound = self._admit(head)
+    def _admit_waiting(self) -> None:
+        """Admit until a test binds. Swapped requests return first; a head that doesn't fit blocks those behind it."""
+        core = self.core
+        if not len(core.waiting):
+            return
+        allowed = core.strategies.batch.admissions(len(core.table), len(core.waiting), core.table.limit)
+        core.strategies.admission.begin(core.running_columns())
+        while allowed > 0 and core.waiting.swapped:
+            head = core.waiting.swapped[0]
+            bound = self._limits_hold() or self._return(head)
             if bound is not None:
                 core.hold(head, bound)
-                break
+                return
+            allowed -= 1
+        while allowed > 0:
+            waiting = core.waiting.candidates(core, core.now())
+            head = next(waiting, None)  # type: ignore[assignment]
+            if head is None or not core.may_enter(head):
+                return
+            bound = self._enter(head)
+            if bound is not None:
+                core.hold(head, bound)
+                if self._make_way(head, bound) or not self._pass_by(head, bound, list(islice(waiting, LOOK_PAST))):
+                    return
+            allowed -= 1
 
-    def _admit(self, request: Request) -> AdmissionTest | None:
-        """Look up, test, allocate and size the first chunk as one decision. The test that binds, or None."""
-        core, pool, size = self.core, self.core.pool, self.core.block_size
-        known = request.num_tokens
-        hit = core.find_hit(request)
-        start = len(hit) * size
-        count = min(known - start, self.cap, self.budget)
-        reused = pool.count_free(hit)
-        first = -(-(start + count) // size) - len(hit)
-        whole = -(-known // size) - len(hit)
-        bound = core.strategies.admission.test(
-            Candidate(now=first + reused, whole=whole + reused),
-            pool.num_free,
-            pool.num_blocks,
-            others_scheduled=any(len(slots) for slots in self._slots),
-        )
+    def _limits_hold(self) -> AdmissionTest | None:
+        """The two plain limits: tokens left in this step, slots left in the batch."""
+        if self.budget <= 0:
+            return AdmissionTest.TOKENS
+        if len(self.core.table) >= self.core.table.limit:
+            return AdmissionTest.SLOTS
+        return None
+
+    def _pass_by(self, head: Request, bound: AdmissionTest, behind: list[Request]) -> bool:
+        """Let one of those behind a head that lacks blocks enter in its place, a bounded number of times."""
+        core = self.core
+        if bound not in (AdmissionTest.BLOCKS, AdmissionTest.WATERMARK) or not core.strategies.preset.guarded:
+            return False
+        if head.num_bypassed >= core.config.max_bypasses:
+            return False
+        for request in behind:
+            if core.may_enter(request) and self._enter(request) is None:
+                head.num_bypassed += 1
+                return True
+        return False
+
+    def _enter(self, request: Request) -> AdmissionTest | None:
+        """Test, look up, allocate and size the first chunk as one decision. The test that binds, or None."""
+        bound = self._limits_hold()
         if bound is not None:
             return bound
-        pool.hold(hit)
-        slot = core.admit(request, hit, pool.take(first))
+        core, pool, size = self.core, self.core.pool, self.core.block_size
+        known = request.num_tokens
+        held = request.blocks
+        hit = held or core.find_hit(request)
+        start = request.kept // size * size if held else len(hit) * size
+        reused = 0 if held else pool.count_free(hit)
+        fetch = request.kv_source and not held
+        final = known - 1 if request.open else known
+        if fetch:
+            first = max(0, (known - 1) // size - len(hit))
+            count = 0
+        else:
+            count = min(final - start, self.cap, self.budget)
+            first = max(0, -(-(start + count) // size) - len(hit))
+        candidate = Candidate(
+            now=first + reused,
+            whole=max(0, -(-known // size) - len(hit)) + reused,
+            known_tokens=known,
+            total_tokens=request.max_total,
+        )
+        bound = core.strategies.admission.test(candidate, pool.num_free, pool.num_blocks, self._anything)
+        if bound is not None:
+            return bound
+        if not held:
+            pool.hold(hit)
+        taken = pool.take(first)
+        if fetch:
+            core.fetch_kv(request, hit + taken, len(hit))
+            return None
+        if count == 0:  # an open request with nothing to compute before its next part
+            core.wait_for_input(request, hit + taken, start)
+            return None
+        core.strategies.admission.admitted(candidate)
+        self._begin(request, hit + taken, start, count)
+        return None
+
+    def _return(self, request: Request) -> AdmissionTest | None:
+        """Bring a swapped request back: new pages, and copies into them before this step reads."""
+        core, pool, size = self.core, self.core.pool, self.core.block_size
+        known, kept = request.num_tokens, request.kept
+        count = min(known - kept, self.cap, self.budget)
+        if count <= 0:
+            return AdmissionTest.TOKENS  # the token that its last step sampled is still in flight
+        now, whole = -(-(kept + count) // size), -(-known // size)
+        candidate = Candidate(now=now, whole=whole, known_tokens=known, total_tokens=request.max_total)
+        bound = core.strategies.admission.test(candidate, pool.num_free, pool.num_blocks, self._anything)
+        if bound is not None:
+            return bound
+        blocks = pool.take(now)
+        for device, host in zip(blocks, request.host_blocks, strict=False):
+            self._swap_in += (device, host)
+        core.strategies.admission.admitted(candidate)
+        self._begin(request, blocks, kept, count)
+        return None
+
+    def _begin(self, request: Request, blocks: list[int], start: int, count: int) -> None:
+        """A request runs from here on: its first `count` tokens after `start` are in this step."""
+        slot = self.core.admit(request, blocks, start)
         self.budget -= count
         self._new.append(
             NewRequest(
@@ -170,47 +279,71 @@ class Pass:
                 params=request.params,
             )
         )
-        slots, counts = np.array([slot], np.intp), np.array([count], np.int32)
-        self._slots.append(slots)
-        self._counts.append(counts)
-        self._sampled.append(core.advance(slots, counts))
-        return None
+        self._served.append(_Served(np.array([slot], np.intp), np.array([count], np.int32)))
+        self._advance()
+
+    def _make_way(self, head: Request, bound: AdmissionTest) -> bool:
+        """An urgent head takes slots or blocks from running requests that are less urgent by more than the threshold.
+
+        All or nothing, counting its whole prompt. Nobody else enters in this pass.
+        """
+        core, threshold = self.core, self.core.config.priority_preemption_threshold
+        if core.strategies.queue.name != "priority" or threshold < 0 or bound == AdmissionTest.TOKENS:
+            return False
+        hit = core.find_hit(head)
+        whole = -(-head.num_tokens // core.block_size) - len(hit) + core.pool.count_free(hit)
+        running = core.table.requests()
+        victims = make_room(
+            head.priority,
+            whole - core.pool.num_free,
+            1 if len(core.table) >= core.table.limit else 0,
+            [Holder(r.priority, r.arrival, core.pool.count_recoverable(r.blocks)) for r in running],
+            threshold=threshold,
+        )
+        if not victims:
+            return False
+        for index in victims:
+            self._preempt(running[index], head)
+        return self._enter(head) is None
 
     # --- the step -------------------------------------------------------------------------------------------
 
-    def build(self, epoch: int, step_id: int, left: list[int], filled: list[tuple[int, bytes]]) -> Step | None:
-        """The step, or None if nothing is to be computed. `flight` holds its record afterwards."""
-        if not self._slots:
+    def build(self, step_id: int) -> Step | None:
+        """The step, or None if nothing is to be done. `flight` holds its record afterwards."""
+        core, table = self.core, self.core.table
+        served = [entry for entry in self._served if len(entry.slots)]
+        if not served and not core.swap_out:
             return None
-        slots = np.concatenate(self._slots)
-        if not len(slots):
-            return None
-        counts = np.concatenate(self._counts)
-        sampled = np.concatenate(self._sampled)
-        table = self.core.table
-        assert int(counts.sum()) <= self.core.token_budget
-        ids = table.id[slots]
-        incarnations = table.incarnation[slots]
-        self.flight = Flight(step_id, ids, incarnations, slots[sampled], ids[sampled], incarnations[sampled])
+        slots = np.concatenate([entry.slots for entry in served]) if served else np.empty(0, np.intp)
+        counts = np.concatenate([entry.counts for entry in served]) if served else np.empty(0, np.int32)
+        sampled = np.concatenate([entry.sampled for entry in served if entry.sampled is not None] or [slots > 0])
         self.num_rows, self.num_tokens = len(slots), int(counts.sum())
+        assert self.num_tokens <= core.token_budget
+        ids = table.id[slots]
+        copies = (len(core.swap_out) + len(self._swap_in)) // 2
+        self.flight = Flight(
+            step_id, ids, table.incarnation[slots], slots[sampled], ids[sampled], self.num_tokens, copies
+        )
         rows = np.empty(table.capacity, np.int32)
         rows[slots] = np.arange(len(slots), dtype=np.int32)
         grown = list(self._grown)
         return Step(
-            epoch=epoch,
+            epoch=core.epoch,
             step_id=step_id,
             ids=ids.tobytes(),
             num_tokens=counts.tobytes(),
             new=self._new,
-            left=pack_u64(left),
+            left=pack_u64(core.left),
             grow_rows=rows[grown].tobytes(),
             grow_counts=pack_i32([len(self._grown[slot]) for slot in grown]),
             grow_blocks=pack_i32([block for slot in grown for block in self._grown[slot]]),
-            filled_blocks=pack_i32([block for block, _ in filled]),
-            filled_hashes=b"".join(block_hash for _, block_hash in filled),
+            filled_blocks=pack_i32([block for block, _ in core.filled]),
+            filled_hashes=b"".join(block_hash for _, block_hash in core.filled),
+            swap_out=pack_i32(core.swap_out),
+            swap_in=pack_i32(self._swap_in),
         )
 
 
-def is_live_waiting(request: Request) -> bool:
-    """Whether a request stands in the queue."""
-    return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+def is_queued(request: Request) -> bool:
+    """Whether a request waits for the GPU, or for something external."""
+    return request.status != RequestStatus.RUNNING and not request.status.is_finished

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from scheduler.config import SchedulerConfig
-from scheduler.policies.admission import ADMISSION_POLICIES, AdmissionPolicy
-from scheduler.policies.batch import BATCH_POLICIES, BatchPolicy
-from scheduler.policies.queue import QUEUE_POLICIES, QueuePolicy
+from scheduler.policies.admission import ADMISSION_POLICIES, AdmissionOptions, AdmissionPolicy
+from scheduler.policies.batch import BATCH_POLICIES, BatchOptions, BatchPolicy
+from scheduler.policies.queue import QUEUE_POLICIES, QueueOptions, QueuePolicy
 from scheduler.policies.recovery import RECOVERY_POLICIES, RecoveryPolicy
 from scheduler.policies.victim import VICTIM_POLICIES, VictimPolicy
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """One choice per decision, and two details in which the originals differ.
+    """One choice per decision, and the details in which the originals differ.
 
     `decodes_first`: a step serves decode rows before prefill chunks, instead of in running order.
     `self_victim_ends_phase`: when the row that needs a block is itself the victim, no row behind it runs in this step.
+    `victims_rejoin_tail`: a victim goes to the end of the queue instead of keeping its place.
+    `guarded`: the guarantees beyond the originals hold: age bound, bounded preemption and bypassing, and no victim that
+    frees nothing.
     """
 
     queue: str = "fcfs"
@@ -27,42 +30,72 @@ class Preset:
     recovery: str = "recompute"
     decodes_first: bool = True
     self_victim_ends_phase: bool = False
+    victims_rejoin_tail: bool = False
+    guarded: bool = True
 
+
+_SGLANG = Preset(
+    admission="predictive",
+    batch="prefill-first",
+    victim="least-progress",
+    victims_rejoin_tail=True,
+    guarded=False,
+)
 
 PRESETS: dict[str, Preset] = {
     "triptych": Preset(),
-    "vllm": Preset(decodes_first=False, self_victim_ends_phase=True),
+    "vllm": Preset(decodes_first=False, self_victim_ends_phase=True, guarded=False),
+    "sglang": _SGLANG,
+    "sglang-lpm": replace(_SGLANG, queue="lpm"),
+    "credit": Preset(admission="credit", guarded=False),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Strategies:
-    """The five strategy objects in force."""
+    """The five strategy objects in force, and the preset they come from."""
 
     queue: QueuePolicy
     admission: AdmissionPolicy
     batch: BatchPolicy
     victim: VictimPolicy
     recovery: RecoveryPolicy
-    self_victim_ends_phase: bool
+    preset: Preset
 
 
-def choose(config: SchedulerConfig) -> Strategies:
-    """The strategies of a configuration: its preset's, except where it names one.
+def chosen(config: SchedulerConfig) -> Preset:
+    """The names in force: the preset's, except where the configuration names another.
 
     A queue by priority evicts by priority too, unless a victim policy is named: otherwise an urgent request could be
     the first to go.
     """
     preset = PRESETS[config.preset]
-    queue = config.queue_policy or preset.queue
-    victim = config.victim_policy or ("priority" if queue == "priority" else preset.victim)
+    named = {field.name: getattr(config, f"{field.name}_policy", "") for field in fields(Preset)}
+    preset = replace(preset, **{name: value for name, value in named.items() if value})  # type: ignore[arg-type]
+    if preset.queue == "priority" and not config.victim_policy:
+        preset = replace(preset, victim="priority")
+    return preset
+
+
+def choose(config: SchedulerConfig, block_size: int) -> Strategies:
+    """The strategies of a configuration."""
+    preset = chosen(config)
+    weights = dict(part.rsplit("=", 1) for part in config.tenant_weights)
     return Strategies(
-        queue=QUEUE_POLICIES[queue](),
-        admission=ADMISSION_POLICIES[config.admission_policy or preset.admission](config.watermark),
-        batch=BATCH_POLICIES[config.batch_policy or preset.batch](
-            config.long_prefill_token_threshold, preset.decodes_first
+        queue=QUEUE_POLICIES[preset.queue](
+            QueueOptions(
+                config.queue_seed, config.queue_fallback_waiting, weights={k: float(v) for k, v in weights.items()}
+            )
         ),
-        victim=VICTIM_POLICIES[victim](),
-        recovery=RECOVERY_POLICIES[config.recovery_policy or preset.recovery](),
-        self_victim_ends_phase=preset.self_victim_ends_phase,
+        admission=ADMISSION_POLICIES[preset.admission](
+            AdmissionOptions(block_size, config.watermark, config.schedule_conservativeness, config.clip_max_new_tokens)
+        ),
+        batch=BATCH_POLICIES[preset.batch](
+            BatchOptions(
+                config.long_prefill_token_threshold, config.long_prefill_token_threshold_adaptive, preset.decodes_first
+            )
+        ),
+        victim=VICTIM_POLICIES[preset.victim](),
+        recovery=RECOVERY_POLICIES[preset.recovery](),
+        preset=preset,
     )

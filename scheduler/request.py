@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from protocol.messages import RequestStatus, SamplingParams
+from scheduler.timeline import Timeline
 
 S = RequestStatus
 
@@ -12,12 +13,12 @@ _FINISHED = frozenset(status for status in S if status.is_finished)
 
 #: From each live state, where a request may go. Terminal states lead nowhere.
 TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
-    S.WAITING: frozenset({S.RUNNING, S.WAITING_FOR_REMOTE_KV}) | _FINISHED,
+    S.WAITING: frozenset({S.RUNNING, S.WAITING_FOR_GRAMMAR, S.WAITING_FOR_REMOTE_KV}) | _FINISHED,
     S.WAITING_FOR_GRAMMAR: frozenset({S.WAITING}) | _FINISHED,
-    S.WAITING_FOR_REMOTE_KV: frozenset({S.WAITING, S.PREEMPTED}) | _FINISHED,
+    S.WAITING_FOR_REMOTE_KV: frozenset({S.WAITING}) | _FINISHED,
     S.WAITING_FOR_INPUT: frozenset({S.WAITING}) | _FINISHED,
     S.RUNNING: frozenset({S.PREEMPTED, S.WAITING_FOR_INPUT}) | _FINISHED,
-    S.PREEMPTED: frozenset({S.RUNNING, S.WAITING_FOR_REMOTE_KV}) | _FINISHED,
+    S.PREEMPTED: frozenset({S.RUNNING}) | _FINISHED,
 } | {status: frozenset[RequestStatus]() for status in _FINISHED}
 
 
@@ -44,29 +45,57 @@ class Request:
     arrival: int = 0
     label: str = ""
     salt: str = ""
+    tenant: str = ""
+    routing_key: str = ""
+    kv_source: str = ""
+    open: bool = False
     status: RequestStatus = S.WAITING
 
     slot: int = -1
     incarnation: int = 0
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
+    kept: int = 0
+    """Tokens whose KV a request that isn't running still has: in `blocks`, or in `host_blocks` if it was swapped."""
+    host_blocks: list[int] = field(default_factory=list)
 
     arrival_ns: int = 0
+    arrival_processed: int = 0
+    queued_ns: int = 0
+    deadline_ns: int = 0
+    expires_ns: int = 0
     first_admitted_ns: int = 0
     num_cached: int = -1
     num_preemptions: int = 0
     num_failures: int = 0
+    num_bypassed: int = 0
+    num_replayed: int = 0
     high_water: int = 0
-    held_by: str = ""
-    held_passes: int = 0
+    held: dict[str, int] = field(default_factory=dict)
+    """Passes for which each admission test kept the request at the head of the queue."""
     end_code: str = ""
     end_message: str = ""
     stop_token: int = -1
+    timeline: Timeline = field(default_factory=Timeline)
 
     @property
     def num_tokens(self) -> int:
         """Tokens in `data`: all known ones unless the request is RUNNING."""
         return len(self.data) >> 2
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs in `data`; for a RUNNING request it may lag by what the table holds of its last block."""
+        return self.num_tokens - self.num_prompt
+
+    @property
+    def held_by(self) -> str:
+        """The test that held it back most recently; empty if none has."""
+        return next(reversed(self.held), "") if self.held else ""
+
+    def held_back(self, test: str) -> None:
+        """One more pass at the head of the queue without entering, because of `test`."""
+        self.held[test] = self.held.pop(test, 0) + 1
 
     def transition(self, to: RequestStatus) -> None:
         """Change state. Raises IllegalTransition, naming both states, if the table doesn't allow it."""

@@ -24,6 +24,8 @@ class RowTable:
 
     def __init__(self, capacity: int, block_size: int) -> None:
         self.capacity = capacity
+        self.limit = capacity
+        """Rows that may be in use; lowering it empties nothing, it only holds admissions."""
         self.id = np.zeros(capacity, np.uint64)
         self.incarnation = np.zeros(capacity, np.int32)
         self.prompt = np.zeros(capacity, np.int32)
@@ -35,6 +37,7 @@ class RowTable:
         self.blocks = np.zeros(capacity, np.int32)
         self.sealed = np.zeros(capacity, np.int32)
         self.peer = np.zeros(capacity, np.int32)
+        self.tenant = np.zeros(capacity, np.int32)
         self.heeds_eos = np.zeros(capacity, np.bool_)
         self.watched = np.zeros(capacity, np.bool_)
         self.live = np.zeros(capacity, np.bool_)
@@ -51,8 +54,10 @@ class RowTable:
         found = (self.request[slot] for slot in self.order)
         return [request for request in found if request is not None]
 
-    def enter(self, request: Request, computed: int, watched: bool) -> int:
-        """Give a request a slot; `computed` of its tokens have KV already. Returns the slot.
+    def enter(self, request: Request, computed: int, sealed: int, watched: bool, tenant: int) -> int:
+        """Give a request a slot; `computed` of its tokens have KV already, in blocks of which the first `sealed` are
+        findable. Returns the slot. An open request is computed up to, and without, its last known token: computing
+        that one would sample.
 
         A `watched` request has stop conditions beyond the model's end tokens and its length: they are looked at one
         by one, so its end tokens are too.
@@ -68,10 +73,11 @@ class RowTable:
         self.known[slot] = known
         self.target[slot] = known
         self.total[slot] = request.max_total
-        self.final[slot] = request.max_total - 1
+        self.final[slot] = (known if request.open else request.max_total) - 1
         self.blocks[slot] = len(request.blocks)
-        self.sealed[slot] = computed // self.tail.shape[1]
+        self.sealed[slot] = sealed
         self.peer[slot] = request.peer
+        self.tenant[slot] = tenant
         self.heeds_eos[slot] = not (watched or request.params.ignore_eos)
         self.watched[slot] = watched
         self.live[slot] = True

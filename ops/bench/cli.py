@@ -10,6 +10,7 @@ USAGE = """usage: triptych bench <command> [options]
 commands:
   serve      drive an OpenAI-compatible server with random or recorded traffic and report latency and throughput
   pipeline   start the three processes on a simulated runner and compare streamed tokens/s with what the steps allow
+  scheduler  time the scheduler alone: passes, updates, admission, its messages; beside vLLM's if you have it
 
 `triptych bench <command> --help` shows a command's options."""
 
@@ -25,6 +26,10 @@ def main(argv: Sequence[str]) -> int:
         from ops.bench import pipeline
 
         return pipeline.main(rest)
+    if command == "scheduler":
+        from ops.bench import scheduler
+
+        return scheduler.main(rest)
     if command in ("-h", "--help", "help"):
         print(USAGE)
         return 0

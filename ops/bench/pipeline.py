@@ -21,7 +21,7 @@ from ops.bench.datasets import RandomDataset, Vocabulary
 from ops.bench.http_client import HttpClient
 from ops.bench.load import LoadResult, RequestShape, run_load
 from ops.bench.openai_stream import RequestRecord
-from ops.bench.processes import StartFailed, System, cpu_seconds, system
+from ops.bench.processes import System, SystemFailed, cpu_seconds, system
 from ops.bench.serve import BenchError, Formatter, positive_float, positive_int, wait_ready, write_report
 
 SCHEMA = "triptych.bench.pipeline/1"
@@ -174,7 +174,10 @@ async def load(running: System, streams: int, prompt_len: int, output_len: int) 
         dataset = RandomDataset(
             streams, prompt_len, output_len, 0.0, 0, Vocabulary(FIRST_TOKEN_ID, 30_000, text=False), seed=0
         )
-        return await run_load(client, shape, dataset, [0.0] * streams), samples
+        result = await run_load(client, shape, dataset, [0.0] * streams)
+        if sampler.done():
+            await sampler  # it ends early only because a process was gone
+        return result, samples
     finally:
         sampler.cancel()
         client.close()
@@ -215,7 +218,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Starts the system, measures, stops it; the report. Raises StartFailed, MeasurementError or BenchError."""
+    """Starts the system, measures, stops it; the report. Raises SystemFailed, MeasurementError or BenchError."""
     output_len = max(2, round(options.seconds * 1000 / options.step_ms))
     arguments = serve_arguments(options.streams, options.step_ms, options.prompt_len, output_len)
     with system(arguments) as running:
@@ -242,7 +245,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--require-idle needs --idle")
     try:
         report = run(options)
-    except (StartFailed, MeasurementError, BenchError) as error:
+    except (SystemFailed, MeasurementError, BenchError) as error:
         print(f"triptych bench pipeline: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

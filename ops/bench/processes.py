@@ -20,11 +20,12 @@ from protocol.settings import ENV_PREFIX
 
 ROLES = ("api", "scheduler", "runner")
 STOP_TIMEOUT_S = 20.0
+PROBE_TIMEOUT_S = 2.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
-class StartFailed(Exception):
-    """The system did not become ready; the message carries the end of its log."""
+class SystemFailed(Exception):
+    """The system did not become ready or lost a process; the message carries the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,9 @@ def child_roles(supervisor: int) -> dict[str, int]:
 
 @contextmanager
 def system(arguments: Sequence[str], *, start_timeout_s: float = 60.0) -> Iterator[System]:
-    """Runs `triptych serve` with `arguments` on a free port until the block ends. Raises StartFailed.
+    """Runs `triptych serve` with `arguments` on a free port until the block ends.
 
+    Raises SystemFailed if it doesn't become ready, or if the block found one of its processes gone.
     Settings of the surrounding shell don't reach it, so that a measurement is what its arguments say.
     """
     with socket.socket() as probe:
@@ -79,7 +81,10 @@ def system(arguments: Sequence[str], *, start_timeout_s: float = 60.0) -> Iterat
         try:
             base_url = f"http://127.0.0.1:{port}"
             _wait_ready(process, base_url, start_timeout_s, Path(log.name))
-            yield System(base_url, process.pid, child_roles(process.pid))
+            try:
+                yield System(base_url, process.pid, child_roles(process.pid))
+            except ProcessLookupError as error:
+                raise SystemFailed(f"{error}; the end of the log:\n{log_tail(Path(log.name))}") from error
         finally:
             _stop(process)
 
@@ -88,8 +93,9 @@ def _wait_ready(process: subprocess.Popen[bytes], base_url: str, timeout_s: floa
     async def ready() -> bool:
         client = HttpClient(base_url)
         try:
-            return (await client.request("GET", "/ready")).status == 200
-        except HttpError:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                return (await client.request("GET", "/ready")).status == 200
+        except (HttpError, TimeoutError):
             return False
         finally:
             client.close()
@@ -100,8 +106,12 @@ def _wait_ready(process: subprocess.Popen[bytes], base_url: str, timeout_s: floa
             return
         time.sleep(0.1)
     why = "ended" if process.poll() is not None else f"was not ready in {timeout_s:g} s"
-    tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
-    raise StartFailed(f"`triptych serve` {why}; the end of its log:\n{tail}")
+    raise SystemFailed(f"`triptych serve` {why}; the end of its log:\n{log_tail(log)}")
+
+
+def log_tail(log: Path, lines: int = 20) -> str:
+    """The last lines of a log file."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

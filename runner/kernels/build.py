@@ -16,6 +16,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -111,14 +112,14 @@ def _check_private(directory: Path) -> None:
 
 
 def _compile(compiler: str, scratch: Path) -> Path:
-    objects = []
-    for source in sources():
-        objects.append(str(scratch / f"{source.stem}.o"))
-        _run([compiler, *FLAGS, "-c", str(source), "-o", objects[-1]])
+    objects = {str(source): str(scratch / f"{source.stem}.o") for source in sources()}
+    commands = [[compiler, *FLAGS, "-c", source, "-o", target] for source, target in objects.items()]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(_run, commands))
     built = scratch / "kernels.so"
     openmp = find_openmp()
     # Without -fopenmp here, so that the linker doesn't add the compiler's own libgomp.
-    _run([compiler, "-shared", "-o", str(built), *objects, *([str(openmp)] if openmp else [])])
+    _run([compiler, "-shared", "-o", str(built), *objects.values(), *([str(openmp)] if openmp else [])])
     return built
 
 
@@ -137,7 +138,6 @@ _PACK = [_POINTER, _POINTER, _INT, _INT, _INT]
 _LINEAR = [_POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _INT, _INT, _INT, _INT]
 _SIGNATURES = {
     "rms_norm": [_POINTER, _LONG, _POINTER, _POINTER, _LONG, _INT, _INT, _FLOAT],
-    "add_rms_norm": [_POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _FLOAT],
     "silu_and_mul": [_POINTER, _POINTER, _INT, _INT],
     "rope": [_POINTER, _LONG, _INT, _POINTER, _LONG, _INT, _INT, _POINTER, _POINTER, _INT, _INT],
     "head_norm": [_POINTER, _LONG, _INT, _INT, _POINTER, _INT, _FLOAT],

@@ -43,7 +43,6 @@ class NativeOps:
         self._linear = self._function(library, "linear")
         self._linear_wide = library.triptych_linear_bf16_f32 if dtype == torch.bfloat16 else self._linear
         self._rms_norm = self._function(library, "rms_norm")
-        self._add_rms_norm = self._function(library, "add_rms_norm")
         self._silu_and_mul = self._function(library, "silu_and_mul")
         self._rope = self._function(library, "rope")
         self._head_norm = self._function(library, "head_norm")
@@ -122,12 +121,6 @@ class NativeOps:
         rows, width = x.shape
         y = x.new_empty((rows, width))
         self._rms_norm(x.data_ptr(), x.stride(0), weight.data_ptr(), y.data_ptr(), width, rows, width, eps)
-        return y
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        rows, width = x.shape
-        y = torch.empty_like(x)
-        self._add_rms_norm(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), y.data_ptr(), rows, width, eps)
         return y
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:

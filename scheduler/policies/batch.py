@@ -1,8 +1,10 @@
-"""What fills a step: how the token budget is dealt to the rows that run, and in which order."""
+"""What fills a step: which running rows are served, in which order, and how many requests may enter beside them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -11,43 +13,111 @@ from scheduler.table import RowTable, SlotArray
 
 Counts = npt.NDArray[np.int32]
 
+UNLIMITED = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOptions:
+    """What batch policies can be told. `adaptive` raises the long-prefill cap to an even share of the budget."""
+
+    long_prefill_token_threshold: int = 0
+    adaptive: bool = False
+    decodes_first: bool = True
+
 
 class BatchPolicy(ABC):
-    """Deals tokens to running rows. Whatever budget it leaves goes to admissions."""
+    """Deals the token budget. `prefill_first` steps are prefill only while there is any prefill to do."""
 
     name: str
+    prefill_first = False
 
-    @abstractmethod
+    def __init__(self, options: BatchOptions | None = None) -> None:
+        self.options = options or BatchOptions()
+
     def order(self, table: RowTable) -> SlotArray:
         """The running slots in the order in which they are served."""
-
-    @abstractmethod
-    def cap(self, num_eligible: int) -> int:
-        """Most tokens one request may compute in a step that `num_eligible` requests share."""
-
-
-class Mixed(BatchPolicy):
-    """Prefill chunks share a step with decodes. `decodes_first` serves rows with one token before longer ones."""
-
-    name = "mixed"
-
-    def __init__(self, long_prefill_token_threshold: int = 0, decodes_first: bool = True) -> None:
-        self._threshold = long_prefill_token_threshold
-        self._decodes_first = decodes_first
-
-    def order(self, table: RowTable) -> SlotArray:
         slots = table.order
-        if not self._decodes_first:
+        if not self.options.decodes_first:
             return slots
-        prefill = table.target[slots] - table.computed[slots] > 1
+        prefill = self.prefilling(table, slots)
         if not prefill.any():
             return slots
         return np.concatenate((slots[~prefill], slots[prefill]))
 
-    def cap(self, num_eligible: int) -> int:
-        if self._threshold and num_eligible > 1:
-            return self._threshold
-        return 1 << 30
+    @staticmethod
+    def prefilling(table: RowTable, slots: SlotArray) -> npt.NDArray[np.bool_]:
+        """Which of these rows have more than one known token left to compute."""
+        behind: npt.NDArray[np.bool_] = table.target[slots] - table.computed[slots] > 1
+        return behind
+
+    def cap(self, num_eligible: int, budget: int) -> int:
+        """Most tokens one request may compute in a step that `num_eligible` requests share."""
+        threshold = self.options.long_prefill_token_threshold
+        if not threshold or num_eligible <= 1:
+            return UNLIMITED
+        return max(threshold, budget // num_eligible) if self.options.adaptive else threshold
+
+    @abstractmethod
+    def admissions(self, num_running: int, num_waiting: int, num_slots: int) -> int:
+        """How many requests may enter in this pass, slots and blocks permitting."""
+
+
+class Mixed(BatchPolicy):
+    """Prefill chunks share a step with decodes; requests come and go at every step."""
+
+    name = "mixed"
+
+    def admissions(self, num_running: int, num_waiting: int, num_slots: int) -> int:
+        return num_waiting
+
+
+class PrefillFirst(Mixed):
+    """A step is prefill only while some can enter or are being prefilled; else it is decodes."""
+
+    name = "prefill-first"
+    prefill_first = True
+
+
+class Serial(BatchPolicy):
+    """One request at a time, to its end."""
+
+    name = "serial"
+
+    def admissions(self, num_running: int, num_waiting: int, num_slots: int) -> int:
+        return 0 if num_running else 1
+
+
+class Dynamic(BatchPolicy):
+    """A batch is formed from whoever waits and runs to the end of its longest; nobody joins meanwhile."""
+
+    name = "dynamic"
+
+    def admissions(self, num_running: int, num_waiting: int, num_slots: int) -> int:
+        return 0 if num_running else num_waiting
+
+
+class Static(BatchPolicy):
+    """As `dynamic`, but a batch starts only when it is full. A started batch isn't topped up.
+
+    `patience` passes without enough waiters start a smaller one: the last requests of a run must end too.
+    """
+
+    name = "static"
+
+    def __init__(self, options: BatchOptions | None = None, patience: int = 8) -> None:
+        super().__init__(options)
+        self._patience = patience
+        self._waited = 0
+
+    def admissions(self, num_running: int, num_waiting: int, num_slots: int) -> int:
+        if num_running or not num_waiting:
+            self._waited = 0
+            return 0
+        self._waited += 1
+        if num_waiting >= num_slots or self._waited > self._patience:
+            self._waited = 0
+            return num_waiting
+        return 0
 
 
 def deal(wanted: Counts, budget: int) -> Counts:
@@ -60,4 +130,6 @@ def deal(wanted: Counts, budget: int) -> Counts:
     return dealt
 
 
-BATCH_POLICIES: dict[str, type[Mixed]] = {Mixed.name: Mixed}
+BATCH_POLICIES: dict[str, Callable[[BatchOptions], BatchPolicy]] = {
+    policy.name: policy for policy in (Mixed, PrefillFirst, Serial, Static, Dynamic)
+}

@@ -1,19 +1,62 @@
-"""Who is next: the order of requests that wait for the GPU. Every operation is O(log n) or better."""
+"""Who is next: the order of requests that wait for the GPU.
+
+Static orders are heaps. Orders that depend on the cache, on time or on what runs are computed for a bounded number of
+waiters and only when somebody may enter: the cost of a pass doesn't grow with the queue.
+"""
 
 from __future__ import annotations
 
 import heapq
+import random
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Protocol
 
 from scheduler.request import Request
+
+
+class QueueView(Protocol):
+    """What an order may look at."""
+
+    @property
+    def version(self) -> int:
+        """Changes whenever a look-up in the prefix cache could give another answer."""
+
+    def matched(self, request: Request) -> int:
+        """Tokens of the request that the prefix cache holds now; at most one less than it has."""
+
+    def shared(self, one: Request, other: Request) -> int:
+        """Tokens of whole blocks with which two requests begin alike."""
+
+    def routing_keys(self) -> Mapping[str, int]:
+        """How many running requests carry each routing key."""
+
+    def processed_tokens(self) -> int:
+        """Prompt tokens computed since the start: the clock of token-based ageing."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueOptions:
+    """What orders can be told. `weights` are the shares of tenants (1 for those not named)."""
+
+    seed: int = 0
+    fallback_waiting: int = 128
+    group_prefix_tokens: int = 32
+    weights: Mapping[str, float] = field(default_factory=dict)
 
 
 class QueuePolicy(ABC):
     """A queue of WAITING and PREEMPTED requests. A request is in it at most once."""
 
     name: str
+    flips = 0
+    """How often the order has changed between its own and first-come order because of the queue's length."""
+
+    def __init__(self, options: QueueOptions | None = None) -> None:
+        self.options = options or QueueOptions()
 
     @abstractmethod
     def push(self, request: Request) -> None:
@@ -21,15 +64,15 @@ class QueuePolicy(ABC):
 
     @abstractmethod
     def restore(self, request: Request) -> None:
-        """Put back a preempted request with its place kept: ahead of everyone it was ahead of."""
-
-    @abstractmethod
-    def peek(self) -> Request:
-        """The next request. Raises IndexError when empty."""
+        """Put back a request that was taken out, with its place kept: ahead of everyone it was ahead of."""
 
     @abstractmethod
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it stands. Raises KeyError if it isn't here."""
+
+    @abstractmethod
+    def ordered(self, view: QueueView) -> Iterator[Request]:
+        """The waiters, next one first. Stop iterating before changing the queue."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -38,29 +81,46 @@ class QueuePolicy(ABC):
     def __iter__(self) -> Iterator[Request]:
         """All requests, in no particular order."""
 
+    def peek(self, view: QueueView) -> Request:
+        """The next request. Raises IndexError when empty."""
+        for request in self.ordered(view):
+            return request
+        raise IndexError("the queue is empty")
+
+    def charge(self, served: Mapping[str, float]) -> None:
+        """Tenants were served this much. Only `fair` listens."""
+
+    @property
+    def wants_charges(self) -> bool:
+        """Whether `charge` is to be called."""
+        return False
+
 
 class Fcfs(QueuePolicy):
     """First come, first served; a preempted request goes to the front."""
 
     name = "fcfs"
 
-    def __init__(self) -> None:
+    def __init__(self, options: QueueOptions | None = None) -> None:
+        super().__init__(options)
         self._queue: OrderedDict[int, Request] = OrderedDict()
+        self._changes = 0
 
     def push(self, request: Request) -> None:
         self._queue[request.id] = request
+        self._changes += 1
 
     def restore(self, request: Request) -> None:
         self._queue[request.id] = request
         self._queue.move_to_end(request.id, last=False)
-
-    def peek(self) -> Request:
-        for request in self._queue.values():
-            return request
-        raise IndexError("the queue is empty")
+        self._changes += 1
 
     def remove(self, request: Request) -> None:
         del self._queue[request.id]
+        self._changes += 1
+
+    def ordered(self, view: QueueView) -> Iterator[Request]:
+        return iter(self._queue.values())
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -69,35 +129,43 @@ class Fcfs(QueuePolicy):
         return iter(self._queue.values())
 
 
-class Priority(QueuePolicy):
-    """Smaller priority first, then earlier arrival, then smaller id: a total order that preemption doesn't change."""
+class _Heap(QueuePolicy):
+    """An order by a key that never changes while a request waits."""
 
-    name = "priority"
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, int]] = []
+    def __init__(self, options: QueueOptions | None = None) -> None:
+        super().__init__(options)
+        self._heap: list[tuple[float, int, int]] = []
         self._members: dict[int, Request] = {}
+
+    @abstractmethod
+    def key(self, request: Request) -> float:
+        """Smaller is sooner. Equal keys go by arrival, then by id."""
 
     def push(self, request: Request) -> None:
         self._members[request.id] = request
-        heapq.heappush(self._heap, (request.priority, request.arrival, request.id))
+        heapq.heappush(self._heap, (self.key(request), request.arrival, request.id))
 
-    restore = push
-
-    def peek(self) -> Request:
-        while True:
-            request = self._members.get(self._heap[0][2])
-            if request is not None:
-                return request
-            heapq.heappop(self._heap)
+    def restore(self, request: Request) -> None:
+        self.push(request)
 
     def remove(self, request: Request) -> None:
         del self._members[request.id]
-        if self._heap and self._heap[0][2] == request.id:
-            heapq.heappop(self._heap)
-        elif len(self._heap) > 2 * len(self._members) + 64:
-            self._heap = [(r.priority, r.arrival, r.id) for r in self._members.values()]
+        if len(self._heap) > 2 * len(self._members) + 64:
+            self._heap = [(self.key(r), r.arrival, r.id) for r in self._members.values()]
             heapq.heapify(self._heap)
+
+    def ordered(self, view: QueueView) -> Iterator[Request]:
+        heap, members = self._heap, self._members
+        while heap and heap[0][2] not in members:
+            heapq.heappop(heap)
+        if heap:
+            first = members[heap[0][2]]
+            yield first
+            seen = {first.id}
+            for entry in heapq.nsmallest(len(heap), heap):  # only whoever looks past the head pays for this
+                if entry[2] in members and entry[2] not in seen:
+                    seen.add(entry[2])
+                    yield members[entry[2]]
 
     def __len__(self) -> int:
         return len(self._members)
@@ -106,4 +174,237 @@ class Priority(QueuePolicy):
         return iter(self._members.values())
 
 
-QUEUE_POLICIES: dict[str, type[QueuePolicy]] = {policy.name: policy for policy in (Fcfs, Priority)}
+class Priority(_Heap):
+    """Smaller priority first, then earlier arrival, then smaller id: a total order that preemption doesn't change."""
+
+    name = "priority"
+
+    def key(self, request: Request) -> float:
+        return request.priority
+
+
+class LongestOutputFirst(_Heap):
+    """The largest output limit first, so that long requests don't trail alone at the end."""
+
+    name = "lof"
+
+    def key(self, request: Request) -> float:
+        return -request.params.max_tokens
+
+
+class Deadline(_Heap):
+    """Earliest deadline first; requests without one come after those that have one, in order of arrival."""
+
+    name = "deadline"
+
+    def key(self, request: Request) -> float:
+        return request.deadline_ns or float("inf")
+
+
+class Random(_Heap):
+    """A shuffle that the seed and the arrival number decide."""
+
+    name = "random"
+
+    def key(self, request: Request) -> float:
+        return random.Random(self.options.seed * 1_000_003 + request.arrival).random()
+
+
+class _Windowed(Fcfs):
+    """An order recomputed when it may have changed; beyond `fallback_waiting` requests first come, first served."""
+
+    def __init__(self, options: QueueOptions | None = None) -> None:
+        super().__init__(options)
+        self._state: object = None
+        self._order: list[Request] = []
+        self._fallen_back = False
+
+    @abstractmethod
+    def sort(self, waiting: list[Request], view: QueueView) -> list[Request]:
+        """`waiting` (in order of arrival) in this policy's order."""
+
+    def ordered(self, view: QueueView) -> Iterator[Request]:
+        fallen_back = len(self._queue) > self.options.fallback_waiting
+        if fallen_back != self._fallen_back:
+            self._fallen_back = fallen_back
+            self.flips += 1
+        if fallen_back:
+            return super().ordered(view)
+        state = (self._changes, view.version)
+        if state != self._state:
+            self._state = state
+            self._order = self.sort(list(self._queue.values()), view)
+        return iter(self._order)
+
+
+def prefix_groups(waiting: list[Request], view: QueueView, threshold: int) -> set[int]:
+    """Ids of the requests better put off: the cache doesn't hold their prefix, but an earlier waiter will bring it.
+
+    One sharer runs first so that the others hit. A request counts if the cache holds at most `threshold` of its tokens
+    and an earlier, equally cold waiter shares at least `threshold`.
+    """
+    leaders: list[Request] = []
+    put_off: set[int] = set()
+    for request in waiting:
+        if view.matched(request) > threshold:
+            continue
+        if any(view.shared(leader, request) >= threshold for leader in leaders):
+            put_off.add(request.id)
+        else:
+            leaders.append(request)
+    return put_off
+
+
+class LongestPrefixMatch(_Windowed):
+    """Most cached tokens first; sharers of a prefix that is still to be computed wait for the first of them."""
+
+    name = "lpm"
+
+    def sort(self, waiting: list[Request], view: QueueView) -> list[Request]:
+        put_off = prefix_groups(waiting, view, self.options.group_prefix_tokens)
+        return sorted(waiting, key=lambda r: (r.id in put_off, -view.matched(r)))
+
+
+class DfsWeight(_Windowed):
+    """Depth first through the prefixes that waiters share, the heaviest branch first.
+
+    Two neighbours in the result share as much as possible, so a prefix is used up before it is evicted.
+    """
+
+    name = "dfs-weight"
+
+    def sort(self, waiting: list[Request], view: QueueView) -> list[Request]:
+        weight = Counter(self._branch(request, view) for request in waiting)
+        first = {branch: index for index, branch in reversed(list(enumerate(self._branch(r, view) for r in waiting)))}
+        return sorted(
+            waiting,
+            key=lambda r: (-weight[self._branch(r, view)], first[self._branch(r, view)], -view.matched(r), r.arrival),
+        )
+
+    @staticmethod
+    def _branch(request: Request, view: QueueView) -> bytes:
+        view.matched(request)  # brings the hashes up to date
+        return request.hashes[0] if request.hashes else request.id.to_bytes(8, "little")
+
+
+class ShortestPrefillFirst(_Windowed):
+    """Fewest tokens left to compute before the first output."""
+
+    name = "shortest-prefill"
+
+    def sort(self, waiting: list[Request], view: QueueView) -> list[Request]:
+        put_off = prefix_groups(waiting, view, self.options.group_prefix_tokens)
+        return sorted(waiting, key=lambda r: (r.id in put_off, r.num_tokens - view.matched(r), r.arrival))
+
+
+class HighestResponseRatioNext(_Windowed):
+    """Largest (work done since arrival) / (own work): short requests first, but every wait raises the ratio."""
+
+    name = "hrrn"
+
+    def sort(self, waiting: list[Request], view: QueueView) -> list[Request]:
+        now = view.processed_tokens()
+        return sorted(
+            waiting,
+            key=lambda r: (-(now - r.arrival_processed) / max(r.num_tokens - view.matched(r), 1), r.arrival),
+        )
+
+
+class RoutingKey(_Windowed):
+    """Requests whose routing key runs already, the most frequent key first; the others in order of arrival."""
+
+    name = "routing-key"
+
+    def sort(self, waiting: list[Request], view: QueueView) -> list[Request]:
+        keys = view.routing_keys()
+        if not keys:
+            return waiting
+        return sorted(
+            waiting, key=lambda r: (-keys.get(r.routing_key, 0), r.routing_key if r.routing_key in keys else "")
+        )
+
+
+class Fair(QueuePolicy):
+    """Weighted fair service over tenants by virtual token counters (arXiv 2401.00588).
+
+    The tenant that has been served least, per unit of its weight, is next; within a tenant first come, first served.
+    A tenant that comes back from idleness starts at the smallest counter among the busy ones: it can't save up.
+    Two tenants that always have work never differ by more than twice what one admission can cost
+    (the paper's bound: 2·max(input cost, output cost of a full batch)).
+    """
+
+    name = "fair"
+
+    def __init__(self, options: QueueOptions | None = None) -> None:
+        super().__init__(options)
+        self.counters: dict[str, float] = {}
+        self._tenants: dict[str, OrderedDict[int, Request]] = {}
+        self._size = 0
+
+    def _queue_of(self, request: Request) -> OrderedDict[int, Request]:
+        queue = self._tenants.get(request.tenant)
+        if queue is None:
+            busy = [self.counters[tenant] for tenant in self._tenants]
+            known = self.counters.get(request.tenant, 0.0)
+            self.counters[request.tenant] = max(known, min(busy)) if busy else known
+            queue = self._tenants[request.tenant] = OrderedDict()
+        return queue
+
+    def push(self, request: Request) -> None:
+        self._queue_of(request)[request.id] = request
+        self._size += 1
+
+    def restore(self, request: Request) -> None:
+        queue = self._queue_of(request)
+        queue[request.id] = request
+        queue.move_to_end(request.id, last=False)
+        self._size += 1
+
+    def remove(self, request: Request) -> None:
+        queue = self._tenants[request.tenant]
+        del queue[request.id]
+        if not queue:
+            del self._tenants[request.tenant]
+        self._size -= 1
+
+    def ordered(self, view: QueueView) -> Iterator[Request]:
+        for tenant in sorted(self._tenants, key=lambda name: (self.counters[name], name)):
+            yield from self._tenants[tenant].values()
+
+    def charge(self, served: Mapping[str, float]) -> None:
+        for tenant, tokens in served.items():
+            self.counters[tenant] = self.counters.get(tenant, 0.0) + tokens / self.options.weights.get(tenant, 1.0)
+
+    @property
+    def wants_charges(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Request]:
+        for queue in self._tenants.values():
+            yield from queue.values()
+
+
+QUEUE_POLICIES: dict[str, Callable[[QueueOptions | None], QueuePolicy]] = {
+    policy.name: policy
+    for policy in (
+        Fcfs,
+        Priority,
+        LongestPrefixMatch,
+        DfsWeight,
+        LongestOutputFirst,
+        Random,
+        RoutingKey,
+        HighestResponseRatioNext,
+        ShortestPrefillFirst,
+        Fair,
+        Deadline,
+    )
+}
+
+
+def first_few(queue: QueuePolicy, view: QueueView, count: int) -> list[Request]:
+    """The next `count` requests."""
+    return list(islice(queue.ordered(view), count))

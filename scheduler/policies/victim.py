@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
+from scheduler.blocks import BlockPool
 from scheduler.request import Request
-from scheduler.table import RowTable
 
 
 class VictimPolicy(ABC):
-    """Chooses among the running requests. The one that needs the block is a candidate like the others."""
+    """Chooses among running requests. The one that needs the block is a candidate like the others."""
 
     name: str
 
     @abstractmethod
-    def choose(self, table: RowTable) -> Request:
-        """The victim. There is at least one running request."""
+    def choose(self, candidates: Sequence[Request], pool: BlockPool) -> Request:
+        """The victim. `candidates` are in order of admission; there is at least one."""
 
 
 class LastAdmitted(VictimPolicy):
@@ -23,10 +24,8 @@ class LastAdmitted(VictimPolicy):
 
     name = "last-admitted"
 
-    def choose(self, table: RowTable) -> Request:
-        request: Request | None = table.request[int(table.order[-1])]
-        assert request is not None
-        return request
+    def choose(self, candidates: Sequence[Request], pool: BlockPool) -> Request:
+        return candidates[-1]
 
 
 class LeastUrgent(VictimPolicy):
@@ -34,8 +33,28 @@ class LeastUrgent(VictimPolicy):
 
     name = "priority"
 
-    def choose(self, table: RowTable) -> Request:
-        return max(table.requests(), key=lambda request: (request.priority, request.arrival))
+    def choose(self, candidates: Sequence[Request], pool: BlockPool) -> Request:
+        return max(candidates, key=lambda request: (request.priority, request.arrival))
 
 
-VICTIM_POLICIES: dict[str, type[VictimPolicy]] = {policy.name: policy for policy in (LastAdmitted, LeastUrgent)}
+class LeastProgress(VictimPolicy):
+    """Fewest outputs, then the longest prompt, then the newest: what has least to lose and most to give."""
+
+    name = "least-progress"
+
+    def choose(self, candidates: Sequence[Request], pool: BlockPool) -> Request:
+        return min(candidates, key=lambda request: (request.num_outputs, -request.num_prompt, -request.arrival))
+
+
+class MostRecoverable(VictimPolicy):
+    """Whose departure frees most blocks: only those count whose last holder it is. The newest among equals."""
+
+    name = "most-recoverable"
+
+    def choose(self, candidates: Sequence[Request], pool: BlockPool) -> Request:
+        return max(candidates, key=lambda request: (pool.count_recoverable(request.blocks), request.arrival))
+
+
+VICTIM_POLICIES: dict[str, type[VictimPolicy]] = {
+    policy.name: policy for policy in (LastAdmitted, LeastUrgent, LeastProgress, MostRecoverable)
+}

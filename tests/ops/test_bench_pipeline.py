@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from ops.bench import pipeline
 from ops.bench.load import LoadResult
 from ops.bench.openai_stream import RequestRecord
 from ops.bench.pipeline import CpuSample, MeasurementError, build_report, missed, steady_window, tokens_between
-from ops.bench.processes import StartFailed, cpu_seconds, system
+from ops.bench.processes import SystemFailed, cpu_seconds, system
 
 
 def stream(first: float, gap: float, chunks: int, first_chunk_tokens: int = 1) -> RequestRecord:
@@ -79,8 +80,18 @@ def test_cpu_time_of_a_process_grows_and_a_missing_process_is_an_error() -> None
 
 
 def test_a_system_that_can_not_start_is_reported_with_its_log() -> None:
-    with pytest.raises(StartFailed, match="no-such-flag"), system(["--no-such-flag", "1"]):
+    with pytest.raises(SystemFailed, match="no-such-flag"), system(["--no-such-flag", "1"]):
         pass
+
+
+def test_a_process_that_dies_during_the_measurement_ends_it_with_the_log() -> None:
+    with (
+        pytest.raises(SystemFailed, match=r"is gone; the end of the log:\n.*starting"),
+        system(["--backend", "sim"]) as running,
+    ):
+        os.kill(running.pids["scheduler"], signal.SIGKILL)
+        while True:
+            running.cpu_seconds()
 
 
 def test_three_real_processes_stream_every_token_and_are_gone_afterwards(tmp_path: Path) -> None:

@@ -53,11 +53,17 @@ class FakeRunner:
         self.sample = sample
         self.rows: dict[int, dict[str, Any]] = {}
         self.content: list[list[int | None]] = [[None] * self.size for _ in range(limits.num_blocks)]
+        self.host: list[list[int | None]] = [[None] * self.size for _ in range(limits.host_blocks)]
         self.scheduled: list[dict[int, int]] = []
 
     def execute(self, step: Step) -> StepResult:
         for request_id in u64(step.left).tolist():
             self.rows.pop(request_id, None)
+        out, back = i32(step.swap_out).tolist(), i32(step.swap_in).tolist()
+        for device, host in zip(out[::2], out[1::2], strict=True):
+            self.host[host] = list(self.content[device])
+        for device, host in zip(back[::2], back[1::2], strict=True):
+            self.content[device] = list(self.host[host])
         for new in step.new:
             self.rows[new.id] = {
                 "incarnation": new.incarnation,

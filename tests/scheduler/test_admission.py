@@ -112,7 +112,7 @@ def test_the_slot_budget_binds_and_is_named() -> None:
 
 
 def test_the_block_budget_binds_is_named_and_blocks_those_behind() -> None:
-    isolated = Isolated(8)
+    isolated = Isolated(8, max_bypasses=0)
     isolated.add(1, 80, max_tokens=4)
     isolated.add(2, 64, max_tokens=4)
     isolated.add(3, 4, max_tokens=4)

@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from protocol.messages import Rejected
+from protocol.columns import pack_i32, pack_u64
+from protocol.messages import Finished, Outputs, Rejected, RequestStatus
 from tests.services.fake_scheduler import prompt_of
-from tests.services.service_kit import ANSWER, MODEL, Service, stream_lines, strict
+from tests.services.service_kit import ANSWER, MODEL, Service, payloads, stream_lines, strict
 
 PATH = "/v1/completions"
 
@@ -166,6 +167,29 @@ def test_a_stop_token_ends_the_answer_and_its_text_is_left_out(service: Service)
     choice = answer["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("The capital of", "stop", token)
     assert answer["usage"]["completion_tokens"] == 4
+
+
+def test_a_stop_token_whose_end_event_comes_later_is_left_out_of_the_stream_too(service: Service) -> None:
+    scheduler = service.scheduler
+    assert scheduler is not None
+    token = service.answer[3]
+    scheduler.tokens_allowed = 3
+    body = {"model": MODEL, "prompt": "x", "stream": True, "stop_token_ids": [token]}
+    with service.http.stream("POST", PATH, json=body) as response:
+        parts = response.iter_text()
+        text = ""
+        while " of" not in text:
+            text += next(parts)
+        (request_id,) = scheduler.live
+        scheduler.send_outputs(Outputs(1, 50, pack_u64([request_id]), pack_i32([3]), pack_i32([token])))
+        # An answer to another request proves that the token has been looked at.
+        assert service.http.post("/tokenize", json={"prompt": "x"}).status_code == 200
+        end = Finished(request_id, RequestStatus.STOPPED, token, 4)
+        scheduler.send_outputs(Outputs(1, 51, finished=[end]))
+        text += "".join(parts)
+    choices = [json.loads(line)["choices"][0] for line in payloads(text)[:-1]]
+    assert "".join(choice["text"] for choice in choices) == "The capital of"
+    assert choices[-1]["stop_reason"] == token
 
 
 def test_characters_of_several_tokens_arrive_whole(service: Service) -> None:

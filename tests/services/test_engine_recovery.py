@@ -95,10 +95,14 @@ def test_tokens_that_come_twice_are_dropped(service: Service) -> None:
     request = Background(service)
     scheduler.wait_for(lambda: [live.count for live in scheduler.live.values()] == [3], "three tokens")
     (request_id,) = scheduler.live
-    again = Outputs(1, 5, pack_u64([request_id] * 2), pack_i32([1, 2]), pack_i32([7, 7]))
+    again = Outputs(1, 5, pack_u64([request_id] * 2), pack_i32([1, 2]), pack_i32([5000, 5000]))
+    before = service.state.metrics.value("duplicate_tokens_total")
     scheduler.send_outputs(again)
     scheduler.call(lambda: setattr(scheduler, "tokens_allowed", 100))
-    assert request.result.json()["choices"][0]["text"] == ANSWER
+    answer = request.result.json()
+    assert answer["choices"][0]["text"] == ANSWER
+    assert answer["usage"]["completion_tokens"] == len(service.answer) + 1
+    assert service.state.metrics.value("duplicate_tokens_total") == before + 2
 
 
 def test_a_session_reopened_by_the_same_scheduler_continues_every_request(service: Service) -> None:

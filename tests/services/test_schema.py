@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
 
+from services.errors import ApiError
+from services.sampling import ranged
 from tests.services.service_kit import MODEL, Service
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -53,6 +56,13 @@ def test_numbers_that_are_not_json_are_refused(service: Service, raw: str) -> No
     body = f'{{"model":"{MODEL}","prompt":"x","temperature":{raw}}}'
     response = service.http.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
     assert refused(response, None)["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_no_range_holds_a_number_that_is_not_finite(value: float) -> None:
+    for low, high in (*RANGES.values(), (-1.0, math.inf)):
+        with pytest.raises(ApiError, match="x: "):
+            ranged(value, 1.0, "x", low, high)
 
 
 @pytest.mark.parametrize("field", RANGES)

@@ -56,6 +56,7 @@ def test_a_silent_stream_carries_comments_and_they_are_never_inside_an_event(mak
         text = ""
         while text.count(": ping\n\n") < 2:
             text += next(parts)
+        assert payloads(text) == [], "a data event before the first token"
         scheduler.call(lambda: setattr(scheduler, "held", False))
         text += "".join(parts)
     assert payloads(text)[-1] == "[DONE]"

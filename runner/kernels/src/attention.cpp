@@ -1,12 +1,13 @@
-// Causal attention over a paged KV pool [pages, 2, page_size, kv_heads, head_dim], pages read in place, softmax online.
+// Causal attention over a paged KV pool [pages, 2, page_size, kv_heads, head_dim], pages read in place, softmax
+// online.
 //
-// One unit of work is a few consecutive tokens of a row times the query heads that share a key/value head. It walks the
-// row's keys from position 0 in blocks of 64: packs them (and the values) into the panels of vec.h, so that scores and
-// weighted sums are the same register tile as a linear. Decode is the case of one token.
+// One unit of work is a few consecutive tokens of a row times the query heads that share a key/value head. It walks
+// the row's keys from position 0 in blocks of 64: packs them (and the values) into the panels of vec.h, so that
+// scores and weighted sums are the same register tile as a linear. Decode is the case of one token.
 //
-// Two properties that the tests hold it to. Only slots below the row's length are ever read (unused ones may hold NaN).
-// And a token's result is the same bits whatever chunk, batch or tile it came in: blocks start at fixed positions, and a
-// key that is masked adds exactly zero.
+// Two properties that the tests hold it to. Only slots below the row's length are ever read (unused ones may hold
+// NaN). And a token's result is the same bits whatever chunk, batch or tile it came in: blocks start at fixed
+// positions, and a key that is masked adds exactly zero.
 #include <omp.h>
 
 #include <algorithm>
@@ -140,8 +141,9 @@ class Slots {
     const T* key;
 };
 
-// Fetches what is worked on next, a little at a time between the work on what is there: pages are scattered and a head's
-// part of a token is a line or two, so no hardware prefetcher follows, and many lines at once would only stall.
+// Fetches what is worked on next, a little at a time between the work on what is there: pages are scattered and a
+// head's part of a token is a line or two, so no hardware prefetcher follows, and many lines at once would only
+// stall.
 template <typename T>
 class Ahead {
   public:
@@ -158,18 +160,18 @@ class Ahead {
         const int stop = std::min(end, position + share);
         if (position >= stop) return;
         const int64_t plane = int64_t(step.page_size) * step.kv_heads * step.head_dim;
-        Slots<T> slots(step, row, head, position);
-        for (; position < stop; position++) {
-            const T* key = slots.next();
-            for (int i = 0; i < heads * step.head_dim; i += 64 / int(sizeof(T))) {
-                __builtin_prefetch(key + i, 0, 2);
-                __builtin_prefetch(key + plane + i, 0, 2);
+        for (int64_t part : {int64_t(0), plane}) {  // all keys, then all values: the longest runs of addresses
+            Slots<T> slots(step, row, head, position);
+            for (int i = position; i < stop; i++) {
+                const T* from = slots.next() + part;
+                for (int j = 0; j < heads * step.head_dim; j += 64 / int(sizeof(T))) __builtin_prefetch(from + j);
             }
         }
+        position = stop;
     }
 
   private:
-    static constexpr int kShares = 5;  // calls of fetch() per head and block
+    static constexpr int kShares = 7;  // calls of fetch() per head and block
     const Step<T>& step;
     const int head, heads;
     int row = 0, position = 0, end = 0, share = 0;
@@ -182,8 +184,8 @@ class Unit {
   public:
     // `next` is the unit that this thread is likely to do after this one; past the last if none.
     Unit(const Step<T>& step, int unit, int next, int head, int heads, Scratch& scratch)
-        : step(step), row(step.unit_rows[unit]), first(step.unit_firsts[unit]), next_unit(next), head(head), heads(heads),
-          ahead(step, head, heads) {
+        : step(step), row(step.unit_rows[unit]), first(step.unit_firsts[unit]), next_unit(next), head(head),
+          heads(heads), ahead(step, head, heads) {
         const int length = step.qo_indptr[row + 1] - step.qo_indptr[row];
         const int count = std::min(step.unit_tokens, length - first);
         start = step.seq_lens[row] - length + first;
@@ -283,13 +285,16 @@ class Unit {
             for (int r = 0; r < ROWS; r++)
                 for (int half = 0; half < 2; half++) store16(scores[r] + p * kPanel + half * kLanes, acc[r][half]);
         }
+        ahead.fetch();
         float shrink[ROWS];
         for (int r = 0; r < ROWS; r++) shrink[r] = soften(scores[r], base + r, width, weights + r * kBlock);
+        ahead.fetch();
         for (int column = 0; column < columns; column += kPanel) {
             f32x16 acc[ROWS][2];
             float* sum = sums + base * columns + column;
             for (int r = 0; r < ROWS; r++)
-                for (int half = 0; half < 2; half++) acc[r][half] = load16(sum + r * columns + half * kLanes) * shrink[r];
+                for (int half = 0; half < 2; half++)
+                    acc[r][half] = load16(sum + r * columns + half * kLanes) * shrink[r];
             tile<T, ROWS>(acc, weights, kBlock, values + column * kBlock, width / kDepth<T>, nullptr);
             for (int r = 0; r < ROWS; r++)
                 for (int half = 0; half < 2; half++) store16(sum + r * columns + half * kLanes, acc[r][half]);
@@ -357,8 +362,8 @@ void attention(const Attention<T>& job, const PageTables& tables) {
         for (int token = 0; token < step.tokens; token++) append(step, token);
         // (the barrier here: every key is in place before any is read)
         static thread_local Scratch scratch;
-        // A decode does little with each key: where there are enough of them for all threads, one thread takes all heads,
-        // so that it reads whole pages in order. Otherwise every head is a task of its own.
+        // A decode does little with each key: where there are enough of them for all threads, one thread takes all
+        // heads, so that it reads whole pages in order. Otherwise every head is a task of its own.
         const bool whole = step.units >= 2 * threads;
 #pragma omp for schedule(dynamic)
         for (int i = 0; i < work; i++) {
@@ -378,14 +383,14 @@ template void attention(const Attention<bf16>&, const PageTables&);
 
 using triptych::bf16;
 
-#define TRIPTYCH_ATTENTION(T, NAME)                                                                                         \
-    void triptych_attention_##NAME(                                                                                         \
-        T* pool, int page_size, int kv_heads, int group, int head_dim, float scale, const T* q, int64_t q_stride,           \
-        const T* k, int64_t k_stride, const T* v, int64_t v_stride, T* out, const triptych::PageTables* tables              \
-    ) {                                                                                                                     \
-        triptych::attention<T>(                                                                                             \
-            {pool, page_size, kv_heads, group, head_dim, scale, q, q_stride, k, k_stride, v, v_stride, out}, *tables        \
-        );                                                                                                                  \
+#define TRIPTYCH_ATTENTION(T, NAME)                                                                                  \
+    void triptych_attention_##NAME(                                                                                  \
+        T* pool, int page_size, int kv_heads, int group, int head_dim, float scale, const T* q, int64_t q_stride,    \
+        const T* k, int64_t k_stride, const T* v, int64_t v_stride, T* out, const triptych::PageTables* tables       \
+    ) {                                                                                                              \
+        triptych::attention<T>(                                                                                      \
+            {pool, page_size, kv_heads, group, head_dim, scale, q, q_stride, k, k_stride, v, v_stride, out}, *tables \
+        );                                                                                                           \
     }
 
 extern "C" {

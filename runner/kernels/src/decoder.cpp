@@ -62,8 +62,8 @@ void run_layers(
             shape.rot_dim, rows
         );
         attention<T>(
-            {static_cast<T*>(layer.pool), shape.page_size, shape.kv_heads, shape.q_heads / shape.kv_heads, shape.head_dim,
-             shape.scale, q, qkv_width, k, qkv_width, v, qkv_width, attended},
+            {static_cast<T*>(layer.pool), shape.page_size, shape.kv_heads, shape.q_heads / shape.kv_heads,
+             shape.head_dim, shape.scale, q, qkv_width, k, qkv_width, v, qkv_width, attended},
             tables
         );
         apply(layer.output, attended, residual, hidden, rows, kAddTo);
@@ -76,12 +76,12 @@ void run_layers(
 }  // namespace
 }  // namespace triptych
 
-#define TRIPTYCH_LAYERS(T, NAME)                                                                                            \
-    void triptych_layers_##NAME(                                                                                            \
-        const triptych::Shape* shape, const triptych::Layer* layers, T* residual, const int64_t* positions,                 \
-        const triptych::PageTables* tables, T* scratch                                                                      \
-    ) {                                                                                                                     \
-        triptych::run_layers(*shape, layers, residual, positions, *tables, scratch);                                        \
+#define TRIPTYCH_LAYERS(T, NAME)                                                                                     \
+    void triptych_layers_##NAME(                                                                                     \
+        const triptych::Shape* shape, const triptych::Layer* layers, T* residual, const int64_t* positions,          \
+        const triptych::PageTables* tables, T* scratch                                                               \
+    ) {                                                                                                              \
+        triptych::run_layers(*shape, layers, residual, positions, *tables, scratch);                                 \
     }
 
 extern "C" {

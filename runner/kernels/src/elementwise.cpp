@@ -1,5 +1,5 @@
-// Norms, activation and rotary embedding over rows of tokens. One row is one thread's work and its sums have a fixed order,
-// so a row's result doesn't depend on its neighbours. Arithmetic is in float32 whatever is stored.
+// Norms, activation and rotary embedding over rows of tokens. One row is one thread's work and its sums have a fixed
+// order, so a row's result doesn't depend on its neighbours. Arithmetic is in float32 whatever is stored.
 #include <cmath>
 
 #include "kernels.h"
@@ -37,19 +37,6 @@ void normalize(const T* x, const T* weight, T* y, int d, float eps) {
         T rounded;
         store1(&rounded, load1(x + i) * scale);
         store1(y + i, load1(&rounded) * load1(weight + i));
-    }
-}
-
-template <typename T>
-void add_rms_norm(const T* x, T* residual, const T* weight, T* y, int rows, int d, float eps) {
-#pragma omp parallel for schedule(static) if (int64_t(rows) * d >= kParallelFrom)
-    for (int r = 0; r < rows; r++) {
-        const T* from = x + int64_t(r) * d;
-        T* to = residual + int64_t(r) * d;
-        int i = 0;
-        for (; i + kLanes <= d; i += kLanes) store16(to + i, load16(to + i) + load16(from + i));
-        for (; i < d; i++) store1(to + i, load1(to + i) + load1(from + i));
-        normalize(to, weight, y + int64_t(r) * d, d, eps);
     }
 }
 
@@ -117,9 +104,9 @@ void head_norm(T* x, int64_t x_stride, int heads, int head_dim, const T* weight,
         }
 }
 
-#define TRIPTYCH_INSTANTIATE(T)                                                                                             \
-    template void rms_norm(const T*, int64_t, const T*, T*, int64_t, int, int, float);                                      \
-    template void rope(T*, int64_t, int, T*, int64_t, int, int, const int64_t*, const float*, int, int);                    \
+#define TRIPTYCH_INSTANTIATE(T)                                                                                      \
+    template void rms_norm(const T*, int64_t, const T*, T*, int64_t, int, int, float);                               \
+    template void rope(T*, int64_t, int, T*, int64_t, int, int, const int64_t*, const float*, int, int);             \
     template void head_norm(T*, int64_t, int, int, const T*, int, float);
 TRIPTYCH_INSTANTIATE(float)
 TRIPTYCH_INSTANTIATE(bf16)
@@ -128,28 +115,25 @@ TRIPTYCH_INSTANTIATE(bf16)
 
 using triptych::bf16;
 
-#define TRIPTYCH_ELEMENTWISE(T, NAME)                                                                                       \
-    void triptych_rms_norm_##NAME(                                                                                          \
-        const T* x, int64_t x_stride, const T* weight, T* y, int64_t y_stride, int rows, int d, float eps                   \
-    ) {                                                                                                                     \
-        triptych::rms_norm(x, x_stride, weight, y, y_stride, rows, d, eps);                                                 \
-    }                                                                                                                       \
-    void triptych_add_rms_norm_##NAME(const T* x, T* residual, const T* weight, T* y, int rows, int d, float eps) {         \
-        triptych::add_rms_norm(x, residual, weight, y, rows, d, eps);                                                       \
-    }                                                                                                                       \
-    void triptych_silu_and_mul_##NAME(const T* gate_up, T* y, int rows, int d) {                                            \
-        triptych::silu_and_mul(gate_up, y, rows, d);                                                                        \
-    }                                                                                                                       \
-    void triptych_rope_##NAME(                                                                                              \
-        T* q, int64_t q_stride, int q_heads, T* k, int64_t k_stride, int k_heads, int head_dim, const int64_t* positions,   \
-        const float* cos_sin, int rot_dim, int rows                                                                         \
-    ) {                                                                                                                     \
-        triptych::rope(q, q_stride, q_heads, k, k_stride, k_heads, head_dim, positions, cos_sin, rot_dim, rows);            \
-    }                                                                                                                       \
-    void triptych_head_norm_##NAME(                                                                                         \
-        T* x, int64_t x_stride, int heads, int head_dim, const T* weight, int rows, float eps                               \
-    ) {                                                                                                                     \
-        triptych::head_norm(x, x_stride, heads, head_dim, weight, rows, eps);                                               \
+#define TRIPTYCH_ELEMENTWISE(T, NAME)                                                                                \
+    void triptych_rms_norm_##NAME(                                                                                   \
+        const T* x, int64_t x_stride, const T* weight, T* y, int64_t y_stride, int rows, int d, float eps            \
+    ) {                                                                                                              \
+        triptych::rms_norm(x, x_stride, weight, y, y_stride, rows, d, eps);                                          \
+    }                                                                                                                \
+    void triptych_silu_and_mul_##NAME(const T* gate_up, T* y, int rows, int d) {                                     \
+        triptych::silu_and_mul(gate_up, y, rows, d);                                                                 \
+    }                                                                                                                \
+    void triptych_rope_##NAME(                                                                                       \
+        T* q, int64_t q_stride, int q_heads, T* k, int64_t k_stride, int k_heads, int head_dim,                      \
+        const int64_t* positions, const float* cos_sin, int rot_dim, int rows                                        \
+    ) {                                                                                                              \
+        triptych::rope(q, q_stride, q_heads, k, k_stride, k_heads, head_dim, positions, cos_sin, rot_dim, rows);     \
+    }                                                                                                                \
+    void triptych_head_norm_##NAME(                                                                                  \
+        T* x, int64_t x_stride, int heads, int head_dim, const T* weight, int rows, float eps                        \
+    ) {                                                                                                              \
+        triptych::head_norm(x, x_stride, heads, head_dim, weight, rows, eps);                                        \
     }
 
 extern "C" {

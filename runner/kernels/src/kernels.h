@@ -1,5 +1,5 @@
-// What the kernels offer each other: the operations of elementwise.cpp, linear.cpp and attention.cpp for float and bf16.
-// Shapes as in runner/ops.py; strides are in elements, from row to row.
+// What the kernels offer each other: the operations of elementwise.cpp, linear.cpp and attention.cpp for float and
+// bf16. Shapes as in runner/ops.py; strides are in elements, from row to row.
 #pragma once
 
 #include "vec.h"
@@ -35,8 +35,8 @@ void rope(
     const float* cos_sin, int rot_dim, int rows
 );
 
-// A step's page tables and how its tokens are cut into units of work: the first `units` entries of unit_rows (the row) and
-// unit_firsts (the first token within the row). Mirrored by PageTables in runner/attention/cpu.py.
+// A step's page tables and how its tokens are cut into units of work: the first `units` entries of unit_rows (the
+// row) and unit_firsts (the first token within the row). Mirrored by PageTables in runner/attention/cpu.py.
 struct PageTables {
     const int64_t* slots;
     const int32_t *qo_indptr, *kv_indptr, *kv_indices, *seq_lens, *unit_rows, *unit_firsts;

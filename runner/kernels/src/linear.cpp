@@ -116,7 +116,8 @@ using triptych::bf16;
 
 extern "C" {
 
-// `paired`: out = gates then ups; a panel takes 16 of each, for the kSiluMul epilogue. `out` / 2 must divide by 16 then.
+// `paired`: out = gates then ups; a panel takes 16 of each, for the kSiluMul epilogue. `out` / 2 must divide by 16
+// then.
 void triptych_pack_f32(const float* weight, float* packed, int out, int in, int paired) {
     triptych::pack(weight, packed, out, in, paired);
 }
@@ -126,22 +127,22 @@ void triptych_pack_bf16(const bf16* weight, bf16* packed, int out, int in, int p
 }
 
 void triptych_linear_f32(
-    const float* x, int64_t x_stride, const float* packed, const float* bias, float* y, int64_t y_stride, int rows, int in,
-    int out, int epilogue
+    const float* x, int64_t x_stride, const float* packed, const float* bias, float* y, int64_t y_stride, int rows,
+    int in, int out, int epilogue
 ) {
     triptych::linear<float, float>({x, x_stride, packed, bias, y, y_stride, in, out, epilogue}, rows);
 }
 
 void triptych_linear_bf16(
-    const bf16* x, int64_t x_stride, const bf16* packed, const float* bias, bf16* y, int64_t y_stride, int rows, int in,
-    int out, int epilogue
+    const bf16* x, int64_t x_stride, const bf16* packed, const float* bias, bf16* y, int64_t y_stride, int rows,
+    int in, int out, int epilogue
 ) {
     triptych::linear<bf16, bf16>({x, x_stride, packed, bias, y, y_stride, in, out, epilogue}, rows);
 }
 
 void triptych_linear_bf16_f32(
-    const bf16* x, int64_t x_stride, const bf16* packed, const float* bias, float* y, int64_t y_stride, int rows, int in,
-    int out, int epilogue
+    const bf16* x, int64_t x_stride, const bf16* packed, const float* bias, float* y, int64_t y_stride, int rows,
+    int in, int out, int epilogue
 ) {
     triptych::linear<bf16, float>({x, x_stride, packed, bias, y, y_stride, in, out, epilogue}, rows);
 }

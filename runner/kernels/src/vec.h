@@ -1,5 +1,6 @@
-// Sixteen float lanes and the few things the kernels do with them. Written with GCC vector extensions, so that one source
-// serves AVX-512 (one register a vector), AVX2 (two) and anything else; bf16 dot products use vdpbf16ps where there is one.
+// Sixteen float lanes and the few things the kernels do with them. Written with GCC vector extensions, so that one
+// source serves AVX-512 (one register a vector), AVX2 (two) and anything else; bf16 dot products use vdpbf16ps where
+// there is one.
 #pragma once
 
 #include <cstddef>

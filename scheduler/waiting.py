@@ -1,0 +1,85 @@
+"""Everybody who waits: the queue in its policy's order, those swapped out, and those that wait for something external.
+
+Three places, and a request is in at most one of them. Only the queue's order is a policy's business; the age bound that
+no policy may break, deadlines of waiting, and the second queue are here.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+
+from scheduler.policies.queue import QueuePolicy, QueueView
+from scheduler.request import Request
+
+
+class WaitingRoom:
+    """`queue`: may enter when tests allow. `swapped`: return first. `parked`: wait for a grammar, KV, or input."""
+
+    def __init__(self, queue: QueuePolicy, max_age_ns: int) -> None:
+        self.queue = queue
+        self.swapped: deque[Request] = deque()
+        self.parked: dict[int, Request] = {}
+        self._max_age_ns = max_age_ns
+        self._by_age: OrderedDict[int, Request] = OrderedDict()
+        self._expiries: list[tuple[int, int]] = []
+
+    def __len__(self) -> int:
+        """Requests that wait for the GPU: queued or swapped."""
+        return len(self.queue) + len(self.swapped)
+
+    def push(self, request: Request, now_ns: int, *, keep_place: bool = False) -> None:
+        """Queue a request: behind the others, or where it stood before it was taken out."""
+        request.queued_ns = now_ns
+        self._by_age[request.id] = request
+        if keep_place:
+            self.queue.restore(request)
+        else:
+            self.queue.push(request)
+
+    def remove(self, request: Request) -> None:
+        """Take a request out of wherever it waits. Raises KeyError or ValueError if it doesn't."""
+        if request.id in self.parked:
+            del self.parked[request.id]
+        elif request.host_blocks:
+            self.swapped.remove(request)
+        else:
+            self.queue.remove(request)
+            del self._by_age[request.id]
+
+    def candidates(self, view: QueueView, now_ns: int) -> Iterator[Request]:
+        """The queue, next one first. Who has waited longer than the age bound comes before any policy's choice."""
+        oldest = next(iter(self._by_age.values()), None)
+        if oldest is None:
+            return
+        if self._max_age_ns and now_ns - oldest.queued_ns > self._max_age_ns:
+            yield oldest
+        else:
+            oldest = None
+        for request in self.queue.ordered(view):
+            if request is not oldest:
+                yield request
+
+    def reorder(self, queue: QueuePolicy, max_age_ns: int) -> None:
+        """Go on with another policy; nobody is lost, and equal keys keep their order of arrival."""
+        self._max_age_ns = max_age_ns
+        for request in sorted(self.queue, key=lambda request: request.arrival):
+            queue.push(request)
+        self.queue = queue
+
+    def expire_at(self, request: Request) -> None:
+        """Remember that a request's wait ends at `request.expires_ns`."""
+        heapq.heappush(self._expiries, (request.expires_ns, request.id))
+
+    def expired(self, now_ns: int) -> list[int]:
+        """Ids whose wait has ended since the last call, whether or not they still wait."""
+        ids = []
+        while self._expiries and self._expiries[0][0] <= now_ns:
+            ids.append(heapq.heappop(self._expiries)[1])
+        return ids
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self.swapped
+        yield from self.queue
+        yield from self.parked.values()
