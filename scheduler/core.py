@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from protocol.messages import (
-    CompileGrammar,
     Control,
     ControlReply,
     Extend,
-    FetchKv,
     Finished,
     GrammarStatus,
     KvStatus,
@@ -34,18 +32,20 @@ from protocol.messages import (
 from scheduler import control, results
 from scheduler.blocks import BlockPool
 from scheduler.config import SchedulerConfig
+from scheduler.external import External
 from scheduler.hashing import extend_hashes, root_hash
 from scheduler.interface import Scheduler, Stats
 from scheduler.outbox import Outbox
 from scheduler.passes import Flight, Pass, is_queued
 from scheduler.policies.admission import AdmissionTest, Running
 from scheduler.policies.batch import Counts
-from scheduler.policies.recovery import HostPool, Loss, MeasuredRates
 from scheduler.presets import choose
 from scheduler.request import Request
+from scheduler.suspension import Suspension
 from scheduler.table import RowTable, SlotArray
 from scheduler.timeline import History
 from scheduler.validation import check_submit
+from scheduler.view import CacheView
 from scheduler.waiting import WaitingRoom
 
 log = logging.getLogger("triptych.scheduler")
@@ -61,18 +61,18 @@ class CoreScheduler(Scheduler):
         self.now = clock
         self.stats = Stats()
         self.epoch = 0
+        self.view = CacheView(self)
         self.paused = "no"
         self.draining = False
         self.requests: dict[int, Request] = {}
         self.history = History()
         self.outbox = Outbox()
-        self.rates = MeasuredRates()
         self.step_id = 0
         self._arrivals = 0
         self._tenants: dict[str, int] = {}
-        self._open_rows: set[int] = set()
         self.strategies = choose(config, limits.block_size)
         self.waiting = WaitingRoom(self.strategies.queue, self._max_age_ns())
+        self.external = External(self)
         self._install(limits, hash_key)
 
     def _max_age_ns(self) -> int:
@@ -84,7 +84,6 @@ class CoreScheduler(Scheduler):
         self.block_size = limits.block_size
         self.token_budget = min(self.config.max_num_batched_tokens, limits.max_num_batched_tokens)
         self.pool = BlockPool(limits.num_blocks)
-        self.host = HostPool(limits.host_blocks)
         self.table = RowTable(min(self.config.max_num_seqs, limits.max_num_seqs), limits.block_size)
         self._hash_key = hash_key
         self._plain_root = root_hash(hash_key)
@@ -94,10 +93,7 @@ class CoreScheduler(Scheduler):
         self.left: list[int] = []
         self.filled: list[tuple[int, bytes]] = []
         self.registered: deque[tuple[int, int, bytes]] = deque()
-        self.swap_out: list[int] = []
-        self._emptied_host: list[int] = []
-        self._transfers: dict[tuple[int, int], list[int]] = {}
-        self._orders: list[msgspec.Struct] = []
+        self.suspension = Suspension(self, limits.host_blocks)
 
     # --- requests come --------------------------------------------------------------------------------------
 
@@ -114,9 +110,7 @@ class CoreScheduler(Scheduler):
         self.stats.started += 1
         self.outbox.of(peer).accepted.append(request.id)
         if submit.params.grammar:
-            request.transition(S.WAITING_FOR_GRAMMAR)
-            self.waiting.parked[request.id] = request
-            self._orders.append(CompileGrammar(request.id, submit.params.grammar))
+            self.external.wait_for_grammar(request)
         else:
             self.waiting.push(request, self.now())
         if submit.emitted:
@@ -167,11 +161,11 @@ class CoreScheduler(Scheduler):
             expires_ns=now + timeout_ns if timeout_ns else 0,
             num_cached=0 if submit.emitted else -1,
         )
-        self._limit_length(request)
+        self.limit_length(request)
         request.timeline.add(now, "arrived", prompt_tokens=num_prompt, emitted=len(submit.emitted) >> 2)
         return request
 
-    def _limit_length(self, request: Request) -> None:
+    def limit_length(self, request: Request) -> None:
         """Where the request ends at the latest: its own limit, the context, or the whole pool and one token more."""
         capacity = self.pool.num_usable * self.block_size
         most = request.num_prompt + request.params.max_tokens
@@ -179,28 +173,8 @@ class CoreScheduler(Scheduler):
 
     def extend(self, peer: int, message: Extend) -> None:
         request = self.requests.get(message.id)
-        if request is None or request.peer != peer or not request.open or len(message.tokens) % 4:
-            return
-        if request.num_prompt + (len(message.tokens) >> 2) >= request.max_total and not message.last:
-            request.end_code, request.end_message = "context_length_exceeded", "the prompt outgrows what can be held"
-            self.finish(request, S.IGNORED)
-            return
-        if request.slot >= 0:
-            self._leave_row(request)
-        request.data += message.tokens
-        request.num_prompt = request.num_tokens
-        request.open = not message.last
-        self._limit_length(request)
-        if request.num_tokens >= request.max_total:
-            request.end_code = "context_length_exceeded"
-            request.end_message = (
-                f"the prompt has grown to {request.num_tokens} tokens; {request.max_total} can be held"
-            )
-            self.finish(request, S.IGNORED)
-        elif request.status == S.WAITING_FOR_INPUT:
-            del self.waiting.parked[request.id]
-            request.transition(S.WAITING)
-            self.waiting.push(request, self.now(), keep_place=True)
+        if request is not None and request.peer == peer and request.open and len(message.tokens) % 4 == 0:
+            self.external.extend(request, message)
 
     def abort(self, peer: int, ids: Iterable[int]) -> None:
         for request_id in ids:
@@ -234,76 +208,8 @@ class CoreScheduler(Scheduler):
                 waited = (self.now() - request.arrival_ns) / 1e9
                 request.end_code, request.end_message = "waiting_timeout", f"not admitted within {waited:.1f} s"
                 self.finish(request, S.ERROR)
-        for request in [r for r in self.waiting.parked.values() if r.status == S.WAITING_FOR_REMOTE_KV]:
-            if self.now() - request.queued_ns > self.config.kv_fetch_timeout_s * 1e9:
-                self.on_kv_status(KvStatus(request.id, request.incarnation, 0, "timed out"), pages_are_free=False)
-
-    def fetch_kv(self, request: Request, blocks: list[int], num_hit: int) -> None:
-        """Let a KV source fill these blocks (held already) while the request waits; the first `num_hit` are known."""
-        self.waiting.remove(request)
-        request.transition(S.WAITING_FOR_REMOTE_KV)
-        request.incarnation += 1
-        request.blocks = blocks
-        request.queued_ns = self.now()
-        self.waiting.parked[request.id] = request
-        self._transfers[request.id, request.incarnation] = blocks[num_hit:]
-        self.pool.hold(blocks[num_hit:])  # the transfer's own hold: it outlives the request
-        num_tokens = len(blocks) * self.block_size
-        column = np.array(blocks, np.int32).tobytes()
-        self._orders.append(FetchKv(request.id, request.incarnation, request.kv_source, num_tokens, column))
-        request.timeline.add(self.now(), "fetching_kv", tokens=num_tokens)
-
-    def on_kv_status(self, status: KvStatus, *, pages_are_free: bool = True) -> None:
-        """A transfer has ended, or taken too long: only its end gives its pages back."""
-        if pages_are_free:
-            self.pool.release(self._transfers.pop((status.id, status.incarnation), []))
-        request = self.requests.get(status.id)
-        if request is None or request.incarnation != status.incarnation or request.status != S.WAITING_FOR_REMOTE_KV:
-            return
-        del self.waiting.parked[request.id]
-        request.transition(S.WAITING)
-        request.kv_source = ""
-        request.kept = (
-            min(status.num_tokens, len(request.blocks) * self.block_size) // self.block_size * self.block_size
-        )
-        surplus = request.blocks[request.kept // self.block_size :]
-        del request.blocks[request.kept // self.block_size :]
-        self.pool.release(surplus)
-        request.timeline.add(self.now(), "kv_arrived", tokens=request.kept, message=status.message)
-        self.waiting.push(request, self.now(), keep_place=True)
-
-    def on_grammar_status(self, status: GrammarStatus) -> None:
-        """A grammar is ready, or its request ends alone."""
-        request = self.requests.get(status.id)
-        if request is None or request.status != S.WAITING_FOR_GRAMMAR:
-            return
-        if status.message:
-            request.end_code, request.end_message = "invalid_grammar", status.message
-            self.finish(request, S.ERROR)
-            return
-        del self.waiting.parked[request.id]
-        request.transition(S.WAITING)
-        request.timeline.add(self.now(), "grammar_ready")
-        self.waiting.push(request, self.now())
-
-    def wait_for_input(self, request: Request, blocks: list[int], kept: int) -> None:
-        """An open request has nothing to compute: it keeps its blocks, and waits for its next part without a slot."""
-        self.waiting.remove(request)
-        request.transition(S.RUNNING)  # it was admitted, to nothing
-        self._park_for_input(request, blocks, kept)
-
-    def _park_for_input(self, request: Request, blocks: list[int], kept: int) -> None:
-        request.transition(S.WAITING_FOR_INPUT)
-        request.blocks, request.kept = blocks, kept
-        self.waiting.parked[request.id] = request
-
-    def _leave_row(self, request: Request) -> None:
-        """Take an open request out of the batch: it keeps its blocks and waits for its next part."""
-        computed = int(self.table.computed[request.slot])
-        request.high_water = max(request.high_water, computed)
-        self.table.leave([request.slot])
-        self.left.append(request.id)
-        self._park_for_input(request, request.blocks, computed)
+        if self.waiting.parked:
+            self.external.expire_transfers()
 
     # --- requests run ---------------------------------------------------------------------------------------
 
@@ -326,8 +232,7 @@ class CoreScheduler(Scheduler):
         request.transition(S.RUNNING)
         request.incarnation += 1
         request.blocks, request.kept = blocks, 0
-        self._emptied_host += request.host_blocks
-        request.host_blocks = []
+        self.suspension.empty(request)
         now = self.now()
         if not request.first_admitted_ns:
             request.first_admitted_ns = now
@@ -347,8 +252,7 @@ class CoreScheduler(Scheduler):
         usual_end = not params.eos_token_ids or set(params.eos_token_ids) == set(self.limits.eos_token_ids)
         repetition = params.repetition_max_pattern > 0
         watched = bool(params.stop_token_ids) or params.min_tokens > 0 or not usual_end or repetition
-        if request.open:
-            self._open_rows.add(request.id)
+        self.external.saw_admission(request)
         tenant = self._tenants.setdefault(request.tenant, len(self._tenants))
         sealed = 0
         while sealed < start // self.block_size and self.pool.hash_of[blocks[sealed]] is not None:
@@ -414,7 +318,7 @@ class CoreScheduler(Scheduler):
         request.transition(S.PREEMPTED)
         request.num_preemptions += 1
         self.stats.preemptions += 1
-        swapped = may_swap and self._swap(request, computed)
+        swapped = may_swap and self.suspension.swap(request, computed)
         self.pool.release(request.blocks)
         request.blocks = []
         way = "swap" if swapped else "recompute"
@@ -423,29 +327,6 @@ class CoreScheduler(Scheduler):
             self.waiting.swapped.append(request)
         else:
             self.waiting.push(request, self.now(), keep_place=not self.strategies.preset.victims_rejoin_tail)
-
-    def _swap(self, request: Request, computed: int) -> bool:
-        """Have the victim's KV copied to the host, if the recovery policy wants that. The copies are in the next step,
-        which the device runs after everything in flight and before anything the freed blocks are written with."""
-        num_blocks = -(-computed // self.block_size)
-        survives = sum(1 for block in request.blocks[:num_blocks] if self.pool.hash_of[block] is not None)
-        loss = Loss(computed, num_blocks, survives * self.block_size, self.limits.kv_bytes_per_block)
-        if not self.strategies.recovery.swaps(loss, self.host, self.rates):
-            return False
-        request.host_blocks = self.host.take(num_blocks)
-        request.kept = computed
-        for pair in zip(request.blocks, request.host_blocks, strict=False):
-            self.swap_out += pair
-        self.stats.swapped_out_blocks += num_blocks
-        return True
-
-    def forget_swap(self, request: Request) -> None:
-        """A suspended request's host copy is of no use: it will recompute."""
-        if request.host_blocks:
-            self.waiting.remove(request)
-            self.host.release(request.host_blocks)
-            request.host_blocks, request.kept = [], 0
-            self.waiting.push(request, self.now(), keep_place=True)
 
     def running_columns(self) -> Running:
         """The running rows as admission sees them."""
@@ -463,8 +344,8 @@ class CoreScheduler(Scheduler):
             self.waiting.remove(request)
         request.transition(status)
         self.pool.release(request.blocks)
-        self._emptied_host += request.host_blocks
-        request.blocks, request.host_blocks = [], []
+        self.suspension.empty(request)
+        request.blocks = []
         del self.requests[request.id]
         self.stats.finished[status.name] = self.stats.finished.get(status.name, 0) + 1
         self.stats.preemption_counts.append(request.num_preemptions)
@@ -504,14 +385,13 @@ class CoreScheduler(Scheduler):
         if not this.preempted:
             self.strategies.admission.stepped()
         self.step_id += 1
-        self.left, self.filled, self.swap_out = [], [], []
-        self.host.release(self._emptied_host)
-        self._emptied_host = []
+        self.left, self.filled = [], []
+        self.suspension.step_sent()
         self.flights.append(this.flight)
         self.stats.steps += 1
         self.stats.step_rows, self.stats.step_tokens = this.num_rows, this.num_tokens
         self.stats.scheduled_tokens += this.num_tokens
-        self._park_idle_sessions()
+        self.external.park_idle_sessions()
         return step
 
     def _after_preemptions(self, this: Pass, ratio_before: float | None) -> None:
@@ -525,13 +405,6 @@ class CoreScheduler(Scheduler):
             f", ratio {ratio_before:.3f} -> {ratio:.3f}" if ratio is not None else "",
         )  # fmt: skip
 
-    def _park_idle_sessions(self) -> None:
-        """Open requests whose known tokens are all on their way give up their slot."""
-        for request in [self.requests[request_id] for request_id in self._open_rows if request_id in self.requests]:
-            if request.slot >= 0 and self.table.computed[request.slot] >= self.table.final[request.slot]:
-                self._leave_row(request)
-        self._open_rows = {i for i in self._open_rows if i in self.requests and self.requests[i].slot >= 0}
-
     def update(self, result: StepResult) -> None:
         results.apply(self, result)
 
@@ -540,18 +413,13 @@ class CoreScheduler(Scheduler):
             self.preempt(request, may_swap=False)
             request.incarnation += 1
         for request in list(self.requests.values()):
-            self.forget_swap(request)
+            self.suspension.forget(request)
             request.hashes.clear()
             request.blocks, request.kept = [], 0
-            if request.status == S.WAITING_FOR_REMOTE_KV:
-                del self.waiting.parked[request.id]
-                request.transition(S.WAITING)
-                self.waiting.push(request, self.now(), keep_place=True)
+        self.external.runner_lost()
         self._install(limits, hash_key)
         for request in list(self.requests.values()):
-            self._limit_length(request)
-            if request.status == S.WAITING_FOR_GRAMMAR:
-                self._orders.append(CompileGrammar(request.id, request.params.grammar))
+            self.limit_length(request)
             if request.num_tokens < request.max_total:
                 continue
             held = f"{request.num_tokens} tokens, and this runner holds {request.max_total - 1}"
@@ -572,6 +440,12 @@ class CoreScheduler(Scheduler):
         self.token_budget = min(config.max_num_batched_tokens, self.limits.max_num_batched_tokens)
         self.table.limit = min(config.max_num_seqs, self.table.capacity)
 
+    def on_grammar_status(self, status: GrammarStatus) -> None:
+        self.external.on_grammar_status(status)
+
+    def on_kv_status(self, status: KvStatus) -> None:
+        self.external.on_kv_status(status)
+
     def control(self, message: Control) -> ControlReply:
         return control.answer(self, message)
 
@@ -579,7 +453,7 @@ class CoreScheduler(Scheduler):
         return self.outbox.take(self.epoch, self.step_id)
 
     def take_orders(self) -> list[msgspec.Struct]:
-        orders, self._orders = self._orders, []
+        orders, self.external.orders = self.external.orders, []
         return orders
 
     @property
@@ -590,25 +464,8 @@ class CoreScheduler(Scheduler):
     def has_requests(self) -> bool:
         return bool(self.requests)
 
-    @property
-    def version(self) -> int:
-        return self.pool.version
-
-    def matched(self, request: Request) -> int:
-        return len(self.find_hit(request)) * self.block_size
-
-    def shared(self, one: Request, other: Request) -> int:
-        count = 0
-        for mine, theirs in zip(one.hashes, other.hashes, strict=False):
-            if mine != theirs:
-                break
-            count += 1
-        return count * self.block_size
-
-    def routing_keys(self) -> Mapping[str, int]:
-        return Counter(request.routing_key for request in self.table.requests() if request.routing_key)
-
     def processed_tokens(self) -> int:
+        """Prompt tokens computed since the start: the clock of token-based ageing."""
         return self.stats.prompt_tokens - self.stats.prefix_hit_tokens
 
     def tenant_names(self) -> list[str]:
@@ -620,22 +477,20 @@ class CoreScheduler(Scheduler):
         stats.running = len(self.table)
         stats.swapped = len(self.waiting.swapped)
         stats.parked = dict(Counter(request.status.name.lower() for request in self.waiting.parked.values()))
-        stats.preempted_waiting = stats.swapped
+        stats.preempted_waiting = stats.swapped + sum(1 for r in self.waiting.queue if r.num_preemptions) if stats.preemptions else 0
         stats.waiting = len(self.waiting)
         stats.free_blocks, stats.usable_blocks = self.pool.num_free, self.pool.num_usable
         stats.evictions = self.pool.evictions
+        stats.swapped_out_blocks = self.suspension.swapped_out_blocks
         stats.queue_flips = self.strategies.queue.flips
         stats.new_token_ratio = self.strategies.admission.ratio
         return stats
 
     def check(self) -> list[str]:
         holders = [request.blocks for request in self.requests.values()]
-        faults = self.pool.check([*holders, *self._transfers.values()])
+        faults = self.pool.check([*holders, *self.external.holders()])
         waiting = [request.id for request in self.waiting]
         running = [request.id for request in self.table.requests()]
         if len(set(waiting + running)) != len(waiting) + len(running) or set(waiting + running) != set(self.requests):
             faults.append(f"{len(waiting)} waiting and {len(running)} running of {len(self.requests)} requests")
-        swapped = sum(len(request.host_blocks) for request in self.requests.values()) + len(self._emptied_host)
-        if swapped + self.host.num_free != self.host.num_blocks:
-            faults.append(f"host: {swapped} held + {self.host.num_free} free is not {self.host.num_blocks}")
-        return faults
+        return faults + self.suspension.check()

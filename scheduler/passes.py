@@ -172,7 +172,7 @@ class Pass:
                 return
             allowed -= 1
         while allowed > 0:
-            waiting = core.waiting.candidates(core, core.now())
+            waiting = core.waiting.candidates(core.view, core.now())
             head = next(waiting, None)  # type: ignore[assignment]
             if head is None or not core.may_enter(head):
                 return
@@ -236,10 +236,10 @@ class Pass:
             pool.hold(hit)
         taken = pool.take(first)
         if fetch:
-            core.fetch_kv(request, hit + taken, len(hit))
+            core.external.fetch_kv(request, hit + taken, len(hit))
             return None
         if count == 0:  # an open request with nothing to compute before its next part
-            core.wait_for_input(request, hit + taken, start)
+            core.external.wait_for_input(request, hit + taken, start)
             return None
         core.strategies.admission.admitted(candidate)
         self._begin(request, hit + taken, start, count)
@@ -312,7 +312,7 @@ class Pass:
         """The step, or None if nothing is to be done. `flight` holds its record afterwards."""
         core, table = self.core, self.core.table
         served = [entry for entry in self._served if len(entry.slots)]
-        if not served and not core.swap_out:
+        if not served and not core.suspension.copies:
             return None
         slots = np.concatenate([entry.slots for entry in served]) if served else np.empty(0, np.intp)
         counts = np.concatenate([entry.counts for entry in served]) if served else np.empty(0, np.int32)
@@ -320,7 +320,7 @@ class Pass:
         self.num_rows, self.num_tokens = len(slots), int(counts.sum())
         assert self.num_tokens <= core.token_budget
         ids = table.id[slots]
-        copies = (len(core.swap_out) + len(self._swap_in)) // 2
+        copies = (len(core.suspension.copies) + len(self._swap_in)) // 2
         self.flight = Flight(
             step_id, ids, table.incarnation[slots], slots[sampled], ids[sampled], self.num_tokens, copies
         )
@@ -339,7 +339,7 @@ class Pass:
             grow_blocks=pack_i32([block for slot in grown for block in self._grown[slot]]),
             filled_blocks=pack_i32([block for block, _ in core.filled]),
             filled_hashes=b"".join(block_hash for _, block_hash in core.filled),
-            swap_out=pack_i32(core.swap_out),
+            swap_out=pack_i32(core.suspension.copies),
             swap_in=pack_i32(self._swap_in),
         )
 

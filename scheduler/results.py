@@ -38,8 +38,8 @@ def apply(core: CoreScheduler, result: StepResult) -> None:
         return
     while core.registered and core.registered[0][0] <= flight.step_id:
         core.registered.popleft()
-    core.rates.saw_step(flight.num_tokens, len(flight.ids), (result.execute_ns - result.copy_ns) / 1e9)
-    core.rates.saw_copy(flight.num_copied * core.limits.kv_bytes_per_block, result.copy_ns / 1e9)
+    core.suspension.rates.saw_step(flight.num_tokens, len(flight.ids), (result.execute_ns - result.copy_ns) / 1e9)
+    core.suspension.rates.saw_copy(flight.num_copied * core.limits.kv_bytes_per_block, result.copy_ns / 1e9)
     for error in result.errors:
         _fail_row(core, error)
     _apply_tokens(core, flight, result)
@@ -246,7 +246,7 @@ def _fail(core: CoreScheduler, flight: Flight, failure: StepFailure) -> None:
             continue
         if request.status == S.RUNNING:
             core.preempt(request, may_swap=False)
-        core.forget_swap(request)
+        core.suspension.forget(request)
         if request.status == S.WAITING_FOR_INPUT:
             core.pool.release(request.blocks)
             request.blocks, request.kept = [], 0

@@ -156,6 +156,7 @@ def measure_admission(prompt_len: int, requests: int, policy: str, *, hit: bool)
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """All measurements that the options ask for. Raises PeerFailed."""
     running = options.running or list(RUNNING)
+    policy = options.policy or ""  # the preset's own
     policies = [options.policy] if options.policy else list(QUEUE_POLICIES)
     report: dict[str, Any] = {
         "schema": SCHEMA,
@@ -174,19 +175,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack:
         peer = stack.enter_context(Peer(options.vllm_python, options.model_dir)) if options.vllm_python else None
         for count in running:
-            passes, wire = measure_passes(
-                count, options.steps, options.prompt_len, options.policy, peer, options.messages
-            )
+            passes, wire = measure_passes(count, options.steps, options.prompt_len, policy, peer, options.messages)
             report["passes"].append(passes)
             report["wire"].append(wire)
     if options.waiting:
         report["waiting"] = [
-            measure_waiting(count, options.waiting, options.steps, options.prompt_len, policy)
-            for policy in policies
+            measure_waiting(count, options.waiting, options.steps, options.prompt_len, name)
+            for name in policies
             for count in running
         ]
     report["admission"] = [
-        measure_admission(options.admission_len, options.admissions, options.policy, hit=hit) for hit in (True, False)
+        measure_admission(options.admission_len, options.admissions, policy, hit=hit) for hit in (True, False)
     ]
     return report
 
@@ -232,7 +231,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--running", type=positive_int, nargs="+", metavar="N", help=f"running decodes ({counts})")
     parser.add_argument("--waiting", type=non_negative_int, default=10_000, metavar="M", help="queued; 0: skip that")
     parser.add_argument(
-        "--policy", default="", choices=tuple(QUEUE_POLICIES), help="one queue policy; all, where they matter, if unset"
+        "--policy", choices=tuple(QUEUE_POLICIES), help="queue policy; if unset, the waiting part takes all in turn"
     )
     parser.add_argument("--steps", type=positive_int, default=100, metavar="K", help=f"per round; {ROUNDS} rounds")
     parser.add_argument("--prompt-len", type=positive_int, default=512, metavar="TOKENS", help="of running requests")

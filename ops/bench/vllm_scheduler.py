@@ -4,7 +4,7 @@
 
 Reads JSON lines from stdin and answers each on stdout: {"load": N, "prompt_len": P, "max_steps": S} builds a scheduler
 whose N requests all decode; {"steps": K} runs K steps and answers [[schedule_ns, update_ns, rows], ...].
-Of the model directory only the configuration is read. vLLM is looked up by name, since this project doesn't depend on it.
+Of the model directory only the configuration is read. vLLM is imported by name: this project doesn't depend on it.
 """
 
 from __future__ import annotations

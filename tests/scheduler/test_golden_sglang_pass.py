@@ -37,6 +37,9 @@ from tests.scheduler.sglang_cases import (
 
 CASES = recorded("admission_pass", "cases")
 
+#: Purposeful differences, see docs/differences.md: without the prompt in the need, somebody left and nobody entered.
+VICTIMS_IN_VAIN = ("preempt-then-still-no-memory", "mixture-17", "mixture-21")
+
 
 class PrefillPass:
     """SGLang's loop: the chunk under way, then the queue in order, until something is full."""
@@ -173,6 +176,18 @@ def expected(case: Case) -> Case:
     return {key: value for key, value in case["result"].items() if key != "preempted_follow_waiting"}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in VICTIMS_IN_VAIN])
 def test_a_whole_pass_is_as_recorded(name: str) -> None:
     assert PrefillPass(CASES[name]).decide() == expected(CASES[name])
+
+
+@pytest.mark.parametrize("name", VICTIMS_IN_VAIN)
+def test_where_the_urgent_one_would_not_have_entered_anyway_everybody_stays(name: str) -> None:
+    case = CASES[name]
+    theirs, ours = expected(case), PrefillPass(case).decide()
+    unfinished_only = [case["chunked"]["id"]] if case.get("chunked") else []
+    assert theirs["preempted"] and [row["id"] for row in theirs["prefill_batch"]] == unfinished_only
+    assert (ours["preempted"], ours["running"]) == ([], [request["id"] for request in case["running"]])
+    assert ours["available_after"] == case["available"]
+    same = ("prefill_batch", "chunked", "waiting", "batch_is_full")
+    assert {key: ours[key] for key in same} == {key: theirs[key] for key in same}

@@ -1,0 +1,70 @@
+"""What is kept of preempted requests on the host, and the copies that put it there.
+
+Order makes it safe: copies out are in the next step, which the device runs after everything in flight and before
+anything that the freed blocks are written with; a host block that a request has come back from is reused only by a
+later step than the one that copies it in.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from scheduler.policies.recovery import HostPool, Loss, MeasuredRates
+from scheduler.request import Request
+
+if TYPE_CHECKING:
+    from scheduler.core import CoreScheduler
+
+
+class Suspension:
+    """The host pool and its bookkeeping. `copies` are the (device, host) pairs, flat, that the next step copies out."""
+
+    def __init__(self, core: CoreScheduler, host_blocks: int) -> None:
+        self._core = core
+        self._host = HostPool(host_blocks)
+        self.rates = MeasuredRates()
+        self.copies: list[int] = []
+        self.swapped_out_blocks = 0
+        self._emptied: list[int] = []
+
+    def swap(self, request: Request, computed: int) -> bool:
+        """Have the victim's KV copied to the host, if the recovery policy wants that. Its blocks are still its own."""
+        core = self._core
+        num_blocks = -(-computed // core.block_size)
+        cached = sum(1 for block in request.blocks[:num_blocks] if core.pool.hash_of[block] is not None)
+        loss = Loss(computed, num_blocks, cached * core.block_size, core.limits.kv_bytes_per_block)
+        if not core.strategies.recovery.swaps(loss, self._host, self.rates):
+            return False
+        request.host_blocks = self._host.take(num_blocks)
+        request.kept = computed
+        for pair in zip(request.blocks, request.host_blocks, strict=False):
+            self.copies += pair
+        self.swapped_out_blocks += num_blocks
+        return True
+
+    def forget(self, request: Request) -> None:
+        """A suspended request's host copy is of no use: it queues up to recompute."""
+        if request.host_blocks:
+            core = self._core
+            core.waiting.remove(request)
+            self.empty(request)
+            request.kept = 0
+            core.waiting.push(request, core.now(), keep_place=True)
+
+    def empty(self, request: Request) -> None:
+        """The request needs its host blocks no longer, once the next step has run."""
+        self._emptied += request.host_blocks
+        request.host_blocks = []
+
+    def step_sent(self) -> None:
+        """A step with all copies so far is on its way."""
+        self.copies = []
+        self._host.release(self._emptied)
+        self._emptied = []
+
+    def check(self) -> list[str]:
+        """Violated invariants as sentences."""
+        held = sum(len(request.host_blocks) for request in self._core.requests.values()) + len(self._emptied)
+        if held + self._host.num_free != self._host.num_blocks:
+            return [f"host: {held} held + {self._host.num_free} free is not {self._host.num_blocks}"]
+        return []

@@ -1,0 +1,45 @@
+"""What queue orders may look at: the prefix cache and what runs, and nothing that they could change."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from scheduler.request import Request
+
+if TYPE_CHECKING:
+    from scheduler.core import CoreScheduler
+
+
+class CacheView:
+    """The `QueueView` of a running scheduler."""
+
+    def __init__(self, core: CoreScheduler) -> None:
+        self._core = core
+
+    @property
+    def version(self) -> int:
+        """Changes whenever `matched` could give another answer."""
+        return self._core.pool.version
+
+    def matched(self, request: Request) -> int:
+        """Tokens of the request that the prefix cache holds now."""
+        return len(self._core.find_hit(request)) * self._core.block_size
+
+    def shared(self, one: Request, other: Request) -> int:
+        """Tokens of whole blocks with which two requests begin alike, as far as their hashes are known."""
+        count = 0
+        for mine, theirs in zip(one.hashes, other.hashes, strict=False):
+            if mine != theirs:
+                break
+            count += 1
+        return count * self._core.block_size
+
+    def routing_keys(self) -> Mapping[str, int]:
+        """How many running requests carry each routing key."""
+        return Counter(request.routing_key for request in self._core.table.requests() if request.routing_key)
+
+    def processed_tokens(self) -> int:
+        """Prompt tokens computed since the start."""
+        return self._core.processed_tokens()
