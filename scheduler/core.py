@@ -422,9 +422,14 @@ class CoreScheduler(Scheduler):
             self.limit_length(request)
             if request.num_tokens < request.max_total:
                 continue
-            held = f"{request.num_tokens} tokens, and this runner holds {request.max_total - 1}"
-            request.end_message = held
-            self.finish(request, S.LENGTH if request.num_outputs else S.IGNORED)
+            if request.num_outputs:
+                self.finish(request, S.LENGTH)
+                continue
+            request.end_code = "kv_capacity_exceeded"
+            request.end_message = (
+                f"the prompt has {request.num_tokens} tokens; this runner holds {request.max_total - 1}"
+            )
+            self.finish(request, S.IGNORED)
 
     # --- what others see ------------------------------------------------------------------------------------
 
@@ -477,7 +482,9 @@ class CoreScheduler(Scheduler):
         stats.running = len(self.table)
         stats.swapped = len(self.waiting.swapped)
         stats.parked = dict(Counter(request.status.name.lower() for request in self.waiting.parked.values()))
-        stats.preempted_waiting = stats.swapped + sum(1 for r in self.waiting.queue if r.num_preemptions) if stats.preemptions else 0
+        stats.preempted_waiting = (
+            stats.swapped + sum(1 for r in self.waiting.queue if r.num_preemptions) if stats.preemptions else 0
+        )
         stats.waiting = len(self.waiting)
         stats.free_blocks, stats.usable_blocks = self.pool.num_free, self.pool.num_usable
         stats.evictions = self.pool.evictions

@@ -148,9 +148,8 @@ class External:
         core.limit_length(request)
         if request.num_tokens >= request.max_total:
             request.end_code = "context_length_exceeded"
-            request.end_message = (
-                f"the prompt has grown to {request.num_tokens} tokens; fewer than {request.max_total} fit"
-            )
+            fits = request.max_total - 1
+            request.end_message = f"the prompt has grown to {request.num_tokens} tokens; {fits} fit"
             core.finish(request, S.IGNORED)
         elif request.status == S.WAITING_FOR_INPUT:
             self._queue_again(request, keep_place=True)

@@ -68,6 +68,8 @@ class Scheduler(ABC):
     A peer is a small non-negative integer that names the API process a request came from.
     """
 
+    config: SchedulerConfig
+    """What is in force; the process reads the pipeline depth from it."""
     stats: Stats
     epoch: int
     """Set by the process when a runner has granted one; goes into every step, and results of others are ignored."""

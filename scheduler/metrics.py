@@ -10,6 +10,7 @@ from scheduler.interface import Stats
 PREFIX = "triptych_scheduler_"
 QUEUE_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 PASS_BUCKETS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.5)
+PARKED = ("waiting_for_grammar", "waiting_for_remote_kv", "waiting_for_input")
 ROUND_TRIP_BUCKETS = (0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 3, 10, 30, 100)
 
 
@@ -52,6 +53,19 @@ class Metrics:
         )
         self.bad_frames = counter("bad_frames", "Frames that could not be decoded, by link", "link")
         self.lost_frames = counter("lost_frames", "Frames missing from a peer's sequence, by link", "link")
+        self.swapped_blocks = counter("swapped_out_blocks", "KV blocks copied to the host at preemptions")
+        self.queue_flips = counter(
+            "queue_order_flips", "Changes between the policy's own order and first come, because of the queue's length"
+        )
+        self.new_token_ratio = gauge(
+            "new_token_ratio", "Predictive admission: share of their limits that running requests are expected to use"
+        )
+        self.preemptions_per_request = Histogram(
+            PREFIX + "request_preemptions",
+            "Preemptions of each request that has ended",
+            buckets=(0, 1, 2, 3, 5, 10, 20),
+            registry=registry,
+        )
         self.queue_seconds = Histogram(
             PREFIX + "queue_time_seconds",
             "Time from a request's arrival here to its first admission",
@@ -95,6 +109,10 @@ class Metrics:
         self.running.set(stats.running)
         self.waiting.labels("preempted").set(stats.preempted_waiting)
         self.waiting.labels("capacity").set(stats.waiting - stats.preempted_waiting)
+        for reason in PARKED:
+            self.waiting.labels(reason.removeprefix("waiting_for_")).set(stats.parked.get(reason, 0))
+        if stats.new_token_ratio is not None:
+            self.new_token_ratio.set(stats.new_token_ratio)
         held = stats.usable_blocks - stats.free_blocks
         self.kv_usage.set(held / stats.usable_blocks if stats.usable_blocks else 0)
         self.kv_blocks.labels("free").set(stats.free_blocks)
@@ -113,6 +131,8 @@ class Metrics:
             (self.evictions, stats.evictions),
             (self.stale_tokens, stats.stale_tokens),
             (self.failed_steps, stats.failed_steps),
+            (self.swapped_blocks, stats.swapped_out_blocks),
+            (self.queue_flips, stats.queue_flips),
         ):
             self._count(counter, total)
         for labelled, totals in (
@@ -125,6 +145,9 @@ class Metrics:
         for name, link in links.items():
             self._count(self.bad_frames, link.bad_frames, name)
             self._count(self.lost_frames, link.lost_frames, name)
+        counts, stats.preemption_counts = stats.preemption_counts, []
+        for count in counts:
+            self.preemptions_per_request.observe(count)
         samples, stats.queue_seconds = stats.queue_seconds, []
         for seconds in samples:
             self.queue_seconds.observe(seconds)

@@ -172,14 +172,13 @@ class Pass:
                 return
             allowed -= 1
         while allowed > 0:
-            waiting = core.waiting.candidates(core.view, core.now())
-            head = next(waiting, None)  # type: ignore[assignment]
-            if head is None or not core.may_enter(head):
+            first = next(core.waiting.candidates(core.view, core.now()), None)
+            if first is None or not core.may_enter(first):
                 return
-            bound = self._enter(head)
+            bound = self._enter(first)
             if bound is not None:
-                core.hold(head, bound)
-                if self._make_way(head, bound) or not self._pass_by(head, bound, list(islice(waiting, LOOK_PAST))):
+                core.hold(first, bound)
+                if self._make_way(first, bound) or not self._pass_by(first, bound):
                     return
             allowed -= 1
 
@@ -191,14 +190,14 @@ class Pass:
             return AdmissionTest.SLOTS
         return None
 
-    def _pass_by(self, head: Request, bound: AdmissionTest, behind: list[Request]) -> bool:
+    def _pass_by(self, head: Request, bound: AdmissionTest) -> bool:
         """Let one of those behind a head that lacks blocks enter in its place, a bounded number of times."""
         core = self.core
         if bound not in (AdmissionTest.BLOCKS, AdmissionTest.WATERMARK) or not core.strategies.preset.guarded:
             return False
         if head.num_bypassed >= core.config.max_bypasses:
             return False
-        for request in behind:
+        for request in list(islice(core.waiting.candidates(core.view, core.now()), 1, LOOK_PAST + 1)):
             if core.may_enter(request) and self._enter(request) is None:
                 head.num_bypassed += 1
                 return True

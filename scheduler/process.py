@@ -20,9 +20,14 @@ from protocol.columns import i32, u64
 from protocol.messages import (
     Abort,
     ApiToScheduler,
+    Control,
+    ControlReply,
+    Extend,
     Goodbye,
+    GrammarStatus,
     Heartbeat,
     Hello,
+    KvStatus,
     Limits,
     Refused,
     RunnerToScheduler,
@@ -100,7 +105,7 @@ class SchedulerProcess:
         self._peers: dict[bytes, int] = {}
         self._identities: dict[int, bytes] = {}
         self._next_peer = 0
-        self._backlog: list[tuple[bytes, Submit | Abort]] = []
+        self._backlog: list[tuple[bytes, Submit | Extend | Abort]] = []
         self._last_status = self._last_check = clock()
         self._last_line = clock()
         self._line_base = (0, 0)
@@ -164,7 +169,9 @@ class SchedulerProcess:
         core = self.core
         if core is None or not self.runner.connected:
             return
-        while core.in_flight < self.config.pipeline_depth:
+        for order in core.take_orders():
+            self.runner.send(order)
+        while core.in_flight < core.config.pipeline_depth:
             began = time.perf_counter()
             step = core.schedule()
             if step is None:
@@ -186,6 +193,12 @@ class SchedulerProcess:
             except ChannelError as error:
                 self._drop(identity, "unreachable", str(error))
 
+    @property
+    def _core(self) -> Scheduler:
+        """The scheduler object; it exists once a runner has welcomed this process."""
+        assert self.core is not None
+        return self.core
+
     # --- the runner's side ----------------------------------------------------------------------------------
 
     def _hear_runner(self) -> None:
@@ -195,6 +208,10 @@ class SchedulerProcess:
             elif isinstance(message, Heartbeat):
                 busy_ms = (message.sent_ns - message.busy_since_ns) / 1e6 if message.busy_since_ns else 0.0
                 self._runner.busy_since = self._clock() - busy_ms / 1000 if busy_ms else 0.0
+            elif isinstance(message, GrammarStatus):
+                self._core.on_grammar_status(message)
+            elif isinstance(message, KvStatus):
+                self._core.on_kv_status(message)
             elif isinstance(message, Welcome):
                 self._on_welcome(message)
             elif isinstance(message, Refused):
@@ -203,7 +220,6 @@ class SchedulerProcess:
                 self._on_runner_goodbye(message)
 
     def _on_result(self, result: StepResult) -> None:
-        assert self.core is not None
         now = self._clock()
         sent = self._runner.sent.pop(result.step_id, None)
         if sent is not None:
@@ -211,7 +227,7 @@ class SchedulerProcess:
         self._runner.last_result = now
         self._runner.busy_since = 0.0
         began = time.perf_counter()
-        self.core.update(result)
+        self._core.update(result)
         self.metrics.observe_update(time.perf_counter() - began)
 
     def _on_welcome(self, welcome: Welcome) -> None:
@@ -266,16 +282,18 @@ class SchedulerProcess:
 
     def _hear_apis(self) -> None:
         for identity, message in self.apis.receive():
-            if isinstance(message, Submit | Abort):
+            if isinstance(message, Submit | Extend | Abort):
                 self._on_api_request(identity, message)
+            elif isinstance(message, Control):
+                self._on_control(identity, message)
             elif isinstance(message, Hello):
                 self._on_api_hello(identity, message)
             elif isinstance(message, Goodbye):
                 self._drop(identity, "goodbye", message.message or message.code)
 
     def _on_api_hello(self, identity: bytes, hello: Hello) -> None:
-        if hello.role != "api":
-            self.apis.refuse(identity, Refused("wrong_role", f"this is a scheduler, {hello.role} is not an API"))
+        if hello.role not in ("api", "ctl"):
+            self.apis.refuse(identity, Refused("wrong_role", f"this is a scheduler: {hello.role!r} is not api or ctl"))
             return
         if identity in self._peers:
             self._drop(identity, "new session", "the API shook hands again")
@@ -298,9 +316,21 @@ class SchedulerProcess:
         except ChannelError as error:
             self._drop(identity, "unreachable", str(error))
             return
-        log.info("API %s connected", hello.instance)
+        if hello.role == "api":
+            log.info("API %s connected", hello.instance)
 
-    def _on_api_request(self, identity: bytes, message: Submit | Abort) -> None:
+    def _on_control(self, identity: bytes, message: Control) -> None:
+        """Answer an order. Before a runner has come there is nothing to give orders to."""
+        if self.core is None:
+            reply = ControlReply(message.nonce, False, b'{"code": "not_ready", "message": "no runner has come yet"}')
+        else:
+            reply = self.core.control(message)
+        try:
+            self.apis.send(identity, reply)
+        except ChannelError as error:
+            self._drop(identity, "unreachable", str(error))
+
+    def _on_api_request(self, identity: bytes, message: Submit | Extend | Abort) -> None:
         if self.core is None:
             self._backlog.append((identity, message))
             return
@@ -311,6 +341,8 @@ class SchedulerProcess:
             self._work_since = self._clock()
         if isinstance(message, Submit):
             self.core.add(peer, message)
+        elif isinstance(message, Extend):
+            self.core.extend(peer, message)
         else:
             self.core.abort(peer, u64(message.ids).tolist())
 
@@ -324,7 +356,8 @@ class SchedulerProcess:
         del self._identities[peer]
         self._backlog = [entry for entry in self._backlog if entry[0] != identity]
         ended = self.core.drop_peer(peer) if self.core else 0
-        log.info("API %s left (%s: %s), %d requests ended", hello.instance if hello else "?", code, why, ended)
+        if hello is None or hello.role == "api":
+            log.info("API %s left (%s: %s), %d requests ended", hello.instance if hello else "?", code, why, ended)
 
     # --- what time asks for ---------------------------------------------------------------------------------
 

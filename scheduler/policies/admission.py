@@ -115,7 +115,7 @@ class Optimistic(AdmissionPolicy):
 class Predictive(Optimistic):
     """Admit when the candidate's own future fits beside a learned share of everyone else's (SGLang's budget).
 
-    free > Σ running(prompt still to allocate + min(remaining, clip)·ratio) + its prompt + min(its limit, clip) + a page.
+    free > Σ running(prompt not yet allocated + min(remaining, clip)·ratio) + its prompt + min(its limit, clip) + page.
     The ratio decays while nothing is preempted and jumps up when something is: see RatioController.
     """
 

@@ -17,6 +17,9 @@ from typing import Protocol
 
 from scheduler.request import Request
 
+NEAR = 64
+"""How many waiters an order by a key can name: nobody looks further past the head."""
+
 
 class QueueView(Protocol):
     """What an order may look at."""
@@ -162,7 +165,7 @@ class _Heap(QueuePolicy):
             first = members[heap[0][2]]
             yield first
             seen = {first.id}
-            for entry in heapq.nsmallest(len(heap), heap):  # only whoever looks past the head pays for this
+            for entry in heapq.nsmallest(NEAR, heap):  # only whoever looks past the head pays for this
                 if entry[2] in members and entry[2] not in seen:
                     seen.add(entry[2])
                     yield members[entry[2]]

@@ -154,3 +154,8 @@ def test_a_missing_slot_takes_one_victim_even_if_memory_is_plenty() -> None:
 def test_equals_never_make_room_for_each_other() -> None:
     running = [Holder(priority=0, entry=1.0, frees=1000.0)]
     assert make_room(0, 1.0, 1, running, threshold=0) is None
+
+
+def test_victims_leave_in_one_defined_order() -> None:
+    running = [Holder(2, 1.0, 1.0), Holder(9, 1.0, 1.0), Holder(2, 3.0, 1.0), Holder(9, 2.0, 1.0)]
+    assert make_room(-20, 4.0, 1, running) == (3, 1, 2, 0), "least urgent first, newest first among equals"
