@@ -16,7 +16,7 @@ from tests.scheduler.prefix_tree import Key, Node, PrefixTree
 
 Case = dict[str, Any]
 SHORTEST = "shortest-prefill-first"
-POLICY_NAMES = {SHORTEST: "shortest-prefill"}
+POLICY_NAMES: dict[str, str] = {SHORTEST: "shortest-prefill"}
 
 
 def recorded(file: str, part: str) -> dict[str, Case]:

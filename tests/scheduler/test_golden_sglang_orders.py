@@ -47,9 +47,8 @@ def order_of(node: Hashable) -> float:
 
 
 def decide(case: Case) -> Case:
-    policy = active_policy(
-        POLICY_NAMES.get(case["policy"], case["policy"]), len(case["waiting"]), has_cache=not case["tree_disabled"]
-    )
+    name: str = POLICY_NAMES.get(case["policy"], case["policy"])
+    policy = active_policy(name, len(case["waiting"]), has_cache=not case["tree_disabled"])
     queue = described(case, policy)
     around = Surroundings(
         by_priority=case["priority_scheduling"],

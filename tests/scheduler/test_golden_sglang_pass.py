@@ -46,8 +46,8 @@ class PrefillPass:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.policy = POLICY_NAMES.get(case["policy"], case["policy"])
-        self.page_size = case["page_size"]
+        self.policy: str = POLICY_NAMES.get(case["policy"], case["policy"])
+        self.page_size: int = case["page_size"]
         self.tree = tree_of(case)
         self.running = list(case["running"])
         self.available = case["available"]
@@ -94,7 +94,8 @@ class PrefillPass:
     def rows_left(self) -> int:
         taken = len(self.running)
         in_table = taken + (1 if self.case.get("chunked") else 0)
-        return min(self.case["max_running"] - taken, self.case["rows"] - in_table)
+        rows: int = min(self.case["max_running"] - taken, self.case["rows"] - in_table)
+        return rows
 
     def sort(self) -> list[Waiting]:
         policy = active_policy(self.policy, len(self.queue))
