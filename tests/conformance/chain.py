@@ -123,7 +123,9 @@ class Chain:
         if self.process is None:
             self.start()
         assert self.runner is not None
-        api = self.api()
+        self.runner.welcoming = False
+        api = self.connected()
+        self.runner.welcoming = True
         self.until_ready(api)
         return self.runner, api
 
@@ -201,8 +203,9 @@ class Chain:
         runner = self.runner
         if self.process is None or self.process.poll() is not None or runner is None or runner.holder is None:
             return
+        runner.holding = False
+        runner.release()
         probe = self.connected()
-        self.until_ready(probe)
         probe_id = 2**63 + len(self.world.asked)
         probe.submit(probe_id, 1, 1)
         self.until(lambda: probe.has(probe_id), "the end of one more request")

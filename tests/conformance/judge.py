@@ -128,6 +128,7 @@ class Judge:
             self._fail(step, ids)
             return StepResult(step.epoch, step.step_id, failure=failure)
         rows = [(self.residents[i], count) for i, count in seen.counts.items() if i not in self._void]
+        rows = [(row, count) for row, count in rows if not row.dead]
         for row, count in rows:
             self._write(row, count)
         for row, _ in rows:

@@ -162,7 +162,7 @@ class MinimalScheduler:
                 self.welcome(api, message)
             elif isinstance(message, Submit):
                 self.add(api, message)
-            elif isinstance(message, Abort):
+            elif isinstance(message, Abort) and len(message.ids) % 8 == 0:
                 for request_id in u64(message.ids).tolist():
                     self.abort(api, request_id)
             elif isinstance(message, Control):
@@ -436,9 +436,11 @@ class MinimalScheduler:
             elif isinstance(message, Refused) and message.code not in (wire.OCCUPIED, wire.BAD_FRAME):
                 print(f"the runner refuses: {message.code}: {message.message}", file=sys.stderr)
                 self.exit_code = EXIT_REFUSED
-            elif isinstance(message, Goodbye) and message.code in ("fenced", "takeover"):
-                print(f"replaced: {message.message}", file=sys.stderr)
-                self.exit_code = EXIT_REPLACED
+            elif isinstance(message, Goodbye):
+                self.last_status = 0.0
+                if message.code in ("fenced", "takeover"):
+                    print(f"replaced: {message.message}", file=sys.stderr)
+                    self.exit_code = EXIT_REPLACED
 
     def on_welcome(self, welcome: Welcome) -> None:
         """A new epoch: the runner holds nothing of ours, so that all that ran is computed again."""
