@@ -48,6 +48,17 @@ class RunnerConfig:
     sim_step_ms: float = setting(10.0, unit="ms", minimum=0, help="sim: fixed cost of a step")
     sim_token_us: float = setting(0.0, unit="us", minimum=0, help="sim: cost of each token in a step")
     sim_num_blocks: int = setting(8192, unit="blocks", minimum=2, help="sim: KV blocks, null block included")
+    sim_host_blocks: int = setting(
+        0, unit="blocks", minimum=0, help="sim: host blocks for swap; 0: as many as swap_space_bytes hold"
+    )
+    sim_kv_bytes_per_block: int = setting(
+        1 << 20, unit="bytes", minimum=1, help="sim: what one KV block is taken to weigh"
+    )
+    sim_copy_gb_s: float = setting(
+        0.0, unit="GB/s", minimum=0, help="sim: rate of swaps, whose time is added to their step; 0: they take none"
+    )
+    sim_grammar_ms: float = setting(0.0, unit="ms", minimum=0, help="sim: time until a grammar is compiled")
+    sim_kv_fetch_ms: float = setting(0.0, unit="ms", minimum=0, help="sim: time until KV from elsewhere has arrived")
     sim_vocab_size: int = setting(49152, unit="ids", minimum=3, help="sim: number of token ids")
     sim_first_token_id: int = setting(0, minimum=0, help="sim: smallest id it emits (to keep clear of special ids)")
     sim_max_model_len: int = setting(8192, unit="tokens", minimum=2, help="sim: longest prompt plus output")

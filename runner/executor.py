@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from protocol.messages import Limits, Step, StepResult
+from protocol.messages import FetchKv, KvStatus, Limits, Step, StepResult
+from runner.errands import Answer, Errand
 from runner.inventory import Inventory
 
 
@@ -22,6 +23,14 @@ class Executor(Protocol):
 
     def execute(self, step: Step, received_ns: int) -> StepResult:
         """Run one step (received at `received_ns`, monotonic). Never raises: faults are in the result's `failure`."""
+        ...
+
+    def answer(self, errand: Errand) -> Answer | None:
+        """What will be answered and when; None: never. Called on the link's thread, while steps run."""
+        ...
+
+    def transfer(self, order: FetchKv, status: KvStatus | None) -> None:
+        """A KV transfer has begun or, with `status`, ended. Called between the steps that were sent before and after."""
         ...
 
     def clear(self) -> None:

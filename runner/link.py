@@ -6,6 +6,8 @@ anyone else, or of an older epoch, never reach the executor. What a step does is
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 import os
 import queue
@@ -22,9 +24,12 @@ import zmq
 from protocol import wire
 from protocol.channels import HEARTBEAT_INTERVAL_S, ChannelError, ServerChannel, new_instance
 from protocol.messages import (
+    CompileGrammar,
+    FetchKv,
     Goodbye,
     Heartbeat,
     Hello,
+    KvStatus,
     Limits,
     Refused,
     SchedulerToRunner,
@@ -33,6 +38,7 @@ from protocol.messages import (
     StepResult,
     Welcome,
 )
+from runner.errands import Answer, Errand, ErrandStatus, unable
 
 log = logging.getLogger("triptych.runner")
 
@@ -54,6 +60,28 @@ class Grant:
     """A scheduler waits for its Welcome: forget the former one's residents, then call `SchedulerLink.grant`."""
 
     generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A KV transfer has begun or, with `status`, ended: its pages are its own in between."""
+
+    order: FetchKv
+    status: KvStatus | None
+    generation: int
+
+
+Item = Work | Grant | Transfer
+
+
+@dataclass(order=True, frozen=True, slots=True)
+class _Due:
+    """An answer that waits for its time; `number` keeps those of one moment in order."""
+
+    at: float
+    number: int
+    errand: Errand = field(compare=False)
+    status: ErrandStatus = field(compare=False)
 
 
 @dataclass
@@ -107,6 +135,7 @@ class _Wake:
 class SchedulerLink:
     """Binds at construction (AddressError if it can't), serves from `start()` to `close()`.
 
+    `answer` says what becomes of errands and is called on the link's thread: it must not block.
     `stop_fd`, where given, ends the link when it becomes readable: `next()` then returns None once the work before it
     has been taken.
     """
@@ -118,6 +147,7 @@ class SchedulerLink:
         limits: Limits,
         *,
         hash_key: bytes,
+        answer: Callable[[Errand], Answer | None] = unable,
         lease_s: float = 10.0,
         stop_fd: int | None = None,
         wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
@@ -130,12 +160,15 @@ class SchedulerLink:
         self.busy_since_ns = 0  # wall clock; written by the computing thread before and after a step
         self._limits = limits
         self._hash_key = hash_key
+        self._answer = answer
+        self._due: list[_Due] = []
+        self._numbers = itertools.count()
         self._lease_s = lease_s
         self._stop_fd = stop_fd
         self._wall_ms = wall_ms
         self._granted = 0
         self._holder: _Holder | None = None
-        self._work: queue.SimpleQueue[Work | Grant | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._out: deque[_Reply | _Welcoming] = deque()
         self._wake = _Wake()
         self._closing = False
@@ -147,7 +180,7 @@ class SchedulerLink:
         """Begin to answer."""
         self._thread.start()
 
-    def next(self) -> Work | Grant | None:
+    def next(self) -> Item | None:
         """Wait for the next thing to do; None to end."""
         return self._work.get()
 
@@ -156,7 +189,7 @@ class SchedulerLink:
         """How much is queued for the computing thread."""
         return self._work.qsize()
 
-    def is_current(self, work: Work | Grant) -> bool:
+    def is_current(self, work: Item) -> bool:
         """False (and counted) if the scheduler that sent this no longer holds the runner: drop it."""
         if work.generation == self.generation:
             return True
@@ -198,10 +231,12 @@ class SchedulerLink:
         next_beat = time.monotonic() + HEARTBEAT_INTERVAL_S
         try:
             while not self._closing:
-                ready = dict(poller.poll(max(0, int((next_beat - time.monotonic()) * 1000) + 1)))
+                wake_at = min(next_beat, self._due[0].at) if self._due else next_beat
+                ready = dict(poller.poll(max(0, int((wake_at - time.monotonic()) * 1000) + 1)))
                 self._wake.clear()
                 self._flush()
                 self._receive()
+                self._answer_due()
                 if self._stop_fd in ready:
                     poller.unregister(self._stop_fd)
                     self._work.put(None)
@@ -220,6 +255,8 @@ class SchedulerLink:
         for identity, message in self.channel.receive():
             if isinstance(message, Step):
                 self._take_step(identity, message)
+            elif isinstance(message, CompileGrammar | FetchKv):
+                self._take_errand(identity, message)
             elif isinstance(message, Hello):
                 self._take_hello(identity, message)
             elif isinstance(message, Goodbye) and self._holder is not None and self._holder.identity == identity:
@@ -232,6 +269,26 @@ class SchedulerLink:
             self.stats.stale_steps += 1
             return
         self._work.put(Work(step, time.monotonic_ns(), self.generation))
+
+    def _take_errand(self, identity: bytes, errand: Errand) -> None:
+        holder = self._holder
+        if holder is None or holder.identity != identity:
+            return
+        if isinstance(errand, FetchKv):
+            self._work.put(Transfer(errand, None, self.generation))
+        answer = self._answer(errand)
+        if answer is not None:
+            due = _Due(time.monotonic() + answer.after_s, next(self._numbers), errand, answer.status)
+            heapq.heappush(self._due, due)
+
+    def _answer_due(self) -> None:
+        """Answer what is due. A step that counts on a transfer's end was sent after it, so it is queued behind it."""
+        while self._due and self._due[0].at <= time.monotonic():
+            due = heapq.heappop(self._due)
+            if isinstance(due.errand, FetchKv) and isinstance(due.status, KvStatus):
+                self._work.put(Transfer(due.errand, due.status, self.generation))
+            if self._holder is not None:
+                self._send_status(self._holder, due.status)
 
     def _take_hello(self, identity: bytes, hello: Hello) -> None:
         if hello.role != "scheduler":
@@ -256,7 +313,7 @@ class SchedulerLink:
                 log.warning("scheduler %s is replaced by %s", holder.hello.instance, hello.instance)
             reason = Goodbye(FENCED, f"scheduler {hello.instance} took over")
             self._dismiss(None if holder.identity == identity else reason)
-        self.generation += 1
+        self._new_generation()
         self._holder = _Holder(identity, hello)
         self._work.put(Grant(self.generation))
 
@@ -273,15 +330,19 @@ class SchedulerLink:
         return True
 
     def _dismiss(self, goodbye: Goodbye | None) -> None:
-        """The holder, if any, holds no more; its queued steps become stale."""
+        """The holder, if any, holds no more; its queued steps become stale, and nobody waits for its errands."""
         holder, self._holder = self._holder, None
         if holder is None:
             return
-        self.generation += 1
+        self._new_generation()
         if holder.epoch == 0 and goodbye is not None:
             self.channel.refuse(holder.identity, Refused(wire.OCCUPIED, goodbye.message))
         else:
             self.channel.drop(holder.identity, goodbye)
+
+    def _new_generation(self) -> None:
+        self.generation += 1
+        self._due.clear()
 
     def _flush(self) -> None:
         while self._out:
@@ -331,6 +392,13 @@ class SchedulerLink:
             log.error("result of step %d can't be encoded: %s", result.step_id, error)
             failure = StepFailure("unsendable_result", str(error))
             self._send_result(holder, StepResult(result.epoch, result.step_id, failure=failure))
+
+    def _send_status(self, holder: _Holder, status: ErrandStatus) -> None:
+        try:
+            self.channel.send(holder.identity, status)
+        except ChannelError as error:
+            log.error("%s for request %d can't be sent (%s): session ended", type(status).__name__, status.id, error)
+            self._dismiss(Goodbye(FENCED, f"an answer for request {status.id} could not be sent"))
 
     def _heartbeat(self) -> Heartbeat:
         return Heartbeat(time.time_ns(), self.busy_since_ns)

@@ -20,7 +20,7 @@ from protocol.process import PrivateDirError, StopSignal, die_with_parent, ensur
 from runner.config import RunnerConfig
 from runner.errors import StartError
 from runner.executor import Executor
-from runner.link import Grant, SchedulerLink, Work
+from runner.link import Grant, SchedulerLink, Transfer, Work
 from runner.metrics import RunnerMetrics
 
 log = logging.getLogger("triptych.runner")
@@ -58,6 +58,8 @@ class Loop:
             if isinstance(item, Grant):
                 self._executor.clear()
                 self._link.grant(item, self._executor.inventory.export())
+            elif isinstance(item, Transfer):
+                self._executor.transfer(item.order, item.status)
             else:
                 self._execute(item)
 
@@ -105,6 +107,7 @@ def run(config: RunnerConfig) -> int:
                 config.address,
                 executor.limits,
                 hash_key=secrets.token_bytes(HASH_KEY_BYTES),
+                answer=executor.answer,
                 lease_s=config.lease_s,
                 stop_fd=stop.fileno(),
             )

@@ -8,14 +8,16 @@ import os
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
 from protocol.columns import pack_i32, pack_u64
-from protocol.messages import Limits, NewRequest, SamplingParams, Step, StepResult
+from protocol.messages import FetchKv, KvStatus, Limits, NewRequest, SamplingParams, Step, StepResult
 from runner.attention.base import AttentionBackend
 from runner.batch import Rows
 from runner.config import RunnerConfig
+from runner.errands import Answer, Errand, unable
 from runner.errors import StartError
 from runner.executor import Executor
 from runner.kernels.build import KernelError
@@ -48,6 +50,7 @@ class ModelExecutor:
         self._machine = StepMachine(limits)
         self._sampler = Sampler(limits.vocab_size)
         self.inventory = self._machine.inventory
+        self._copy_ns = 0
 
     @property
     def num_residents(self) -> int:
@@ -60,13 +63,22 @@ class ModelExecutor:
 
     def execute(self, step: Step, received_ns: int) -> StepResult:
         """Run one step."""
+        self._copy_ns = 0
         with torch.inference_mode():
-            return self._machine.run(step, self._compute)
+            result = self._machine.run(step, self._compute)
+        return msgspec.structs.replace(result, copy_ns=self._copy_ns) if self._copy_ns else result
+
+    def answer(self, errand: Errand) -> Answer | None:
+        """Neither grammars nor KV sources are part of this executor."""
+        return unable(errand)
+
+    def transfer(self, order: FetchKv, status: KvStatus | None) -> None:
+        """Nothing will arrive, but the pages have changed hands."""
+        self._machine.transfer(order, status)
 
     def _compute(self, step: Step, rows: Rows) -> Sampled:
-        # Out before anything is written (the pages may have new owners already), in before anything is read.
-        self._pool.swap_out(swap_pairs(step.swap_out))
-        self._pool.swap_in(swap_pairs(step.swap_in))
+        if step.swap_out or step.swap_in:
+            self._swap(step)
         if len(rows) == 0:
             return Sampled(np.zeros(0, np.int32))
         batch, size = self._machine.batch, self.limits.block_size
@@ -82,6 +94,13 @@ class ModelExecutor:
             return Sampled(np.zeros(0, np.int32))
         logits = self._decoder.logits(hidden[torch.from_numpy(last)])
         return self._sampler.sample(logits, batch, rows.slots[rows.samples])
+
+    def _swap(self, step: Step) -> None:
+        """Out before anything is written (the pages may have new owners already), in before anything is read."""
+        began = time.monotonic_ns()
+        self._pool.swap_out(swap_pairs(step.swap_out))
+        self._pool.swap_in(swap_pairs(step.swap_in))
+        self._copy_ns = time.monotonic_ns() - began
 
 
 def load_executor(config: RunnerConfig) -> ModelExecutor:

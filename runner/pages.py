@@ -16,7 +16,7 @@ UNWRITTEN_PAGE = "unwritten_page"
 
 
 class PageChecker:
-    """Counts live holders and written tokens of every page. All methods raise StepError naming the fault."""
+    """Counts live holders (requests, transfers) and written tokens of every page. StepError names a fault."""
 
     def __init__(self, limits: Limits) -> None:
         self._page_size = limits.block_size
@@ -49,7 +49,7 @@ class PageChecker:
         owned = pages[cached:]
         taken = owned[self._holders[owned] > 0]
         np.add.at(self._holders, pages, 1)
-        self._refuse(taken, PAGE_CONFLICT, f"request {request} is given page {{}}, which a live request holds")
+        self._refuse(taken, PAGE_CONFLICT, f"request {request} is given page {{}}, which a live request or transfer holds")
         doubled = pages[self._holders[pages] > 1] if len(np.unique(pages)) != len(pages) else pages[:0]
         self._refuse(doubled, PAGE_CONFLICT, f"request {request} holds page {{}} twice")
         self._written[owned[~self._swapped_in[owned]]] = 0
@@ -59,13 +59,26 @@ class PageChecker:
         """These pages were appended to page tables; each must be free."""
         taken = pages[self._holders[pages] > 0]
         np.add.at(self._holders, pages, 1)
-        self._refuse(taken, PAGE_CONFLICT, "a request grows by page {}, which a live request holds")
+        self._refuse(taken, PAGE_CONFLICT, "a request grows by page {}, which a live request or transfer holds")
         self._refuse(pages[self._holders[pages] > 1], PAGE_CONFLICT, "page {} is handed out twice in one step")
         self._written[pages] = 0
 
     def released(self, pages: Int32s) -> None:
         """A request that held these pages is gone."""
         np.subtract.at(self._holders, pages, 1)
+
+    def transfer_began(self, request: int, pages: Int32s) -> None:
+        """A transfer writes these pages from now on; they must be free, and count as held and unwritten."""
+        taken = pages[self._holders[pages] > 0]
+        np.add.at(self._holders, pages, 1)
+        self._refuse(taken, PAGE_CONFLICT, f"the KV of request {request} is fetched into page {{}}, which is in use")
+        self._written[pages] = 0
+
+    def transfer_ended(self, pages: Int32s, num_tokens: int) -> None:
+        """The transfer has filled the first `num_tokens` slots of its pages (none, if negative) and leaves them."""
+        np.subtract.at(self._holders, pages, 1)
+        starts = np.arange(len(pages), dtype=np.int32) * self._page_size
+        self._written[pages] = np.clip(num_tokens - starts, 0, self._page_size)
 
     def voided(self, pages: Int32s) -> None:
         """The content of these pages is not to be trusted."""

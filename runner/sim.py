@@ -9,7 +9,9 @@ same alone, in any batch, chunked, preempted and resumed:
                the end id itself when the low 32 bits / 2^32 fall below `sim_eos_rate` and min_tokens is reached.
 
 A step costs `step_ms + token_us * tokens`. Steps that wait in the queue start back to back: a step starts at the later
-of its receipt and the previous step's planned end, so late wake-ups never add up.
+of its receipt and the previous step's planned end, so late wake-ups never add up. Swapped blocks add their bytes over
+`sim_copy_gb_s`. Grammars compile in `sim_grammar_ms` (a text that begins with "invalid" doesn't), KV arrives after
+`sim_kv_fetch_ms`: all of it, none from a source named "fail…", N tokens from "partial:N", never from "never".
 """
 
 from __future__ import annotations
@@ -19,12 +21,23 @@ import math
 import time
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from protocol.messages import Limits, Step, StepResult, TokenLogprobs
+from protocol.messages import (
+    CompileGrammar,
+    FetchKv,
+    GrammarStatus,
+    KvStatus,
+    Limits,
+    Step,
+    StepResult,
+    TokenLogprobs,
+)
 from runner.batch import Int32s, Rows
 from runner.config import RunnerConfig
+from runner.errands import Answer, Errand, refusal
 from runner.pages import PageChecker
 from runner.steps import Sampled, StepMachine
 from runner.uniform import GOLDEN, mix
@@ -45,13 +58,10 @@ def sim_limits(config: RunnerConfig) -> Limits:
         max_num_batched_tokens=config.max_num_batched_tokens,
         eos_token_ids=(config.sim_eos_token_id,),
         dtype="simulated",
-        kv_bytes_per_block=0,
+        kv_bytes_per_block=config.sim_kv_bytes_per_block,
         max_logprobs=min(MAX_LOGPROBS, config.sim_vocab_size),
-        host_blocks=config.swap_space_bytes // SIM_BLOCK_BYTES,
+        host_blocks=config.sim_host_blocks or config.swap_space_bytes // config.sim_kv_bytes_per_block,
     )
-
-
-SIM_BLOCK_BYTES = 1 << 20  # what a host block is taken to cost, so that swap_space_bytes means something here too
 
 
 class SimulatedExecutor:
@@ -88,15 +98,44 @@ class SimulatedExecutor:
         """Forget all residents."""
         self._machine.clear()
 
+    def answer(self, errand: Errand) -> Answer | None:
+        """What the names of grammar and source ask for, after the configured time."""
+        if isinstance(errand, CompileGrammar):
+            bad = errand.grammar.startswith("invalid")
+            why = f"the grammar can't be compiled: {errand.grammar[:100]!r}" if bad else ""
+            return Answer(GrammarStatus(errand.id, why), self._config.sim_grammar_ms / 1000)
+        if errand.source == "never":
+            return None
+        count, why = errand.num_tokens, ""
+        kind, _, number = errand.source.partition(":")
+        if errand.source.startswith("fail"):
+            count, why = 0, f"the source {errand.source!r} failed"
+        elif kind == "partial":
+            if not number.isdecimal():
+                return refusal(errand, f"partial:{number}: expected a number of tokens")
+            count = min(int(number), errand.num_tokens)
+        return Answer(KvStatus(errand.id, errand.incarnation, count, why), self._config.sim_kv_fetch_ms / 1000)
+
+    def transfer(self, order: FetchKv, status: KvStatus | None) -> None:
+        """A transfer's pages are its own until it ends; then they hold what arrived."""
+        self._machine.transfer(order, status)
+
     def execute(self, step: Step, received_ns: int) -> StepResult:
         """Run a step: bookkeeping and tokens at once, then wait until its planned end."""
         start = max(received_ns, self._planned_end_ns)
         num_tokens = int(np.frombuffer(step.num_tokens, "<i4").sum()) if len(step.num_tokens) % 4 == 0 else 0
         cost = self._config.sim_step_ms * 1e6 + self._config.sim_token_us * 1e3 * max(num_tokens, 0)
-        self._planned_end_ns = start + int(cost)
+        copy_ns = self._copy_ns(step)
+        self._planned_end_ns = start + int(cost) + copy_ns
         result = self._machine.run(step, self._compute)
         self._sleep_until_ns(self._planned_end_ns)
-        return result
+        return msgspec.structs.replace(result, copy_ns=copy_ns) if copy_ns else result
+
+    def _copy_ns(self, step: Step) -> int:
+        """Bytes over GB/s are nanoseconds."""
+        rate = self._config.sim_copy_gb_s
+        num_blocks = (len(step.swap_out) + len(step.swap_in)) // 8
+        return int(num_blocks * self.limits.kv_bytes_per_block / rate) if rate else 0
 
     def _compute(self, step: Step, rows: Rows) -> Sampled:
         for new in step.new:

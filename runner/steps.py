@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from protocol.columns import i32, u64
-from protocol.messages import Limits, NewRequest, RowError, Step, StepFailure, StepResult, TokenLogprobs
+from protocol.messages import FetchKv, KvStatus, Limits, NewRequest, RowError, Step, StepFailure, StepResult, TokenLogprobs
 from runner.batch import BAD_STEP, OVER_LIMIT, Batch, Bools, Int32s, Int64s, Rows, StepError
 from runner.inventory import HASH_BYTES, Inventory
 from runner.pages import PageChecker
@@ -51,13 +51,30 @@ class StepMachine:
         self._checker = checker
         self._page_size = limits.block_size
         self._void_requests: set[int] = set()
+        self._fault: StepError | None = None
 
     def clear(self) -> None:
         """A new scheduler: forget all residents, keep the pages and what they hold."""
         self.batch.clear()
         self._void_requests.clear()
+        self._fault = None
         if self._checker:
             self._checker.clear()
+
+    def transfer(self, order: FetchKv, status: KvStatus | None) -> None:
+        """A KV transfer has begun or ended. One that breaks the paging rules fails the next step, which names it."""
+        pages = i32(order.block_ids)
+        try:
+            self.batch.check_pages(pages, "KV transfer")
+            if status is None:
+                self.inventory.handed_over(pages)
+                if self._checker:
+                    self._checker.transfer_began(order.id, pages)
+            elif self._checker:
+                first = order.num_tokens - len(pages) * self._page_size
+                self._checker.transfer_ended(pages, status.num_tokens - first)
+        except StepError as error:
+            self._fault = error
 
     def run(self, step: Step, compute: Compute) -> StepResult:
         """Execute `step`. Never raises; timings are left to the caller."""
@@ -75,6 +92,9 @@ class StepMachine:
         return StepResult(step.epoch, step.step_id, failure=failure)
 
     def _take_in(self, step: Step, errors: list[RowError]) -> Rows:
+        if self._fault is not None:
+            fault, self._fault = self._fault, None
+            raise fault
         for request in u64(step.left).tolist():
             self._forget(request)
         self._check_filled(step)

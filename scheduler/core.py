@@ -331,7 +331,7 @@ class CoreScheduler(Scheduler):
     def running_columns(self) -> Running:
         """The running rows as admission sees them."""
         table, rows = self.table, self.table.order
-        return Running(table.blocks[rows], table.computed[rows], table.known[rows], table.total[rows])
+        return Running(table.blocks[rows], table.prompt[rows], table.known[rows], table.total[rows])
 
     # --- requests end ---------------------------------------------------------------------------------------
 
@@ -395,8 +395,7 @@ class CoreScheduler(Scheduler):
         return step
 
     def _after_preemptions(self, this: Pass, ratio_before: float | None) -> None:
-        rows = self.table.order
-        self.strategies.admission.preempted(self.running_columns(), self.table.prompt[rows])
+        self.strategies.admission.preempted(self.running_columns())
         ratio = self.strategies.admission.ratio
         log.warning(
             "preempted %d requests (%s): %d running, %d waiting, %d of %d blocks free%s",

@@ -163,7 +163,7 @@ class Pass:
         if not len(core.waiting):
             return
         allowed = core.strategies.batch.admissions(len(core.table), len(core.waiting), core.table.limit)
-        core.strategies.admission.begin(core.running_columns())
+        core.strategies.admission.begin(core.running_columns(), core.pool.num_free)
         while allowed > 0 and core.waiting.swapped:
             head = core.waiting.swapped[0]
             bound = self._limits_hold() or self._return(head)
@@ -213,21 +213,13 @@ class Pass:
         held = request.blocks
         hit = held or core.find_hit(request)
         start = request.kept // size * size if held else len(hit) * size
-        reused = 0 if held else pool.count_free(hit)
-        fetch = request.kv_source and not held
-        final = known - 1 if request.open else known
+        fetch = bool(request.kv_source) and not held
         if fetch:
-            first = max(0, (known - 1) // size - len(hit))
-            count = 0
+            count, first = 0, max(0, (known - 1) // size - len(hit))
         else:
-            count = min(final - start, self.cap, self.budget)
+            count = min((known - 1 if request.open else known) - start, self.cap, self.budget)
             first = max(0, -(-(start + count) // size) - len(hit))
-        candidate = Candidate(
-            now=first + reused,
-            whole=max(0, -(-known // size) - len(hit)) + reused,
-            known_tokens=known,
-            total_tokens=request.max_total,
-        )
+        candidate = self._candidate(request, hit, first)
         bound = core.strategies.admission.test(candidate, pool.num_free, pool.num_blocks, self._anything)
         if bound is not None:
             return bound
@@ -243,6 +235,19 @@ class Pass:
         core.strategies.admission.admitted(candidate)
         self._begin(request, hit + taken, start, count)
         return None
+
+    def _candidate(self, request: Request, hit: list[int], first: int) -> Candidate:
+        """A waiter with these leading blocks, its own or cached ones, and `first` more to take now."""
+        pool, size = self.core.pool, self.core.block_size
+        reused = 0 if request.blocks else pool.count_free(hit)
+        return Candidate(
+            now=first + reused,
+            whole=max(0, -(-request.num_tokens // size) - len(hit)) + reused,
+            known_tokens=request.num_tokens,
+            total_tokens=request.max_total,
+            matched_tokens=len(hit) * size,
+            reused=reused,
+        )
 
     def _return(self, request: Request) -> AdmissionTest | None:
         """Bring a swapped request back: new pages, and copies into them before this step reads."""
@@ -289,12 +294,11 @@ class Pass:
         core, threshold = self.core, self.core.config.priority_preemption_threshold
         if core.strategies.queue.name != "priority" or threshold < 0 or bound == AdmissionTest.TOKENS:
             return False
-        hit = core.find_hit(head)
-        whole = -(-head.num_tokens // core.block_size) - len(hit) + core.pool.count_free(hit)
         running = core.table.requests()
+        candidate = self._candidate(head, core.find_hit(head), 0)
         victims = make_room(
             head.priority,
-            whole - core.pool.num_free,
+            core.strategies.admission.lacking(candidate, core.pool.num_free, core.pool.num_blocks, self._anything),
             1 if len(core.table) >= core.table.limit else 0,
             [Holder(r.priority, r.arrival, core.pool.count_recoverable(r.blocks)) for r in running],
             threshold=threshold,
@@ -303,6 +307,7 @@ class Pass:
             return False
         for index in victims:
             self._preempt(running[index], head)
+        core.strategies.admission.begin(core.running_columns(), core.pool.num_free)
         return self._enter(head) is None
 
     # --- the step -------------------------------------------------------------------------------------------

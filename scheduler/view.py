@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from scheduler.request import Request
@@ -27,18 +25,14 @@ class CacheView:
         """Tokens of the request that the prefix cache holds now."""
         return len(self._core.find_hit(request)) * self._core.block_size
 
-    def shared(self, one: Request, other: Request) -> int:
-        """Tokens of whole blocks with which two requests begin alike, as far as their hashes are known."""
-        count = 0
-        for mine, theirs in zip(one.hashes, other.hashes, strict=False):
-            if mine != theirs:
-                break
-            count += 1
-        return count * self._core.block_size
+    @property
+    def block_size(self) -> int:
+        """Tokens a block."""
+        return self._core.block_size
 
-    def routing_keys(self) -> Mapping[str, int]:
-        """How many running requests carry each routing key."""
-        return Counter(request.routing_key for request in self._core.table.requests() if request.routing_key)
+    def routing_keys(self) -> list[str]:
+        """The routing key of each running request that has one."""
+        return [request.routing_key for request in self._core.table.requests() if request.routing_key]
 
     def processed_tokens(self) -> int:
         """Prompt tokens computed since the start."""

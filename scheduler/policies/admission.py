@@ -14,7 +14,11 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
+from scheduler.policies.prefill_budget import Candidate as Offer
+from scheduler.policies.prefill_budget import PrefillBudget, Runner
 from scheduler.policies.ratio import RatioController
+
+UNBOUNDED = 1 << 40
 
 
 class AdmissionTest(StrEnum):
@@ -31,21 +35,24 @@ class Candidate:
     """A waiter, as admission sees it. Counts are blocks unless they say tokens.
 
     `now` is what its first chunk takes from the free list, `whole` what all its known tokens would take; both include
-    cached blocks that are free and would be held. `total_tokens` is where its output limit ends it.
+    cached blocks that are free and would be held (`reused` of them). `total_tokens` is where its output limit ends it,
+    `matched_tokens` what it need not compute.
     """
 
     now: int
     whole: int
     known_tokens: int = 0
     total_tokens: int = 0
+    matched_tokens: int = 0
+    reused: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """What runs, as columns [R]: `held` blocks, `computed`, `known` and `total` tokens of each row."""
+    """What runs, as columns [R]: `held` blocks; `prompt`, `known` and most possible (`total`) tokens of each row."""
 
     held: npt.NDArray[np.int32]
-    computed: npt.NDArray[np.int32]
+    prompt: npt.NDArray[np.int32]
     known: npt.NDArray[np.int32]
     total: npt.NDArray[np.int32]
 
@@ -70,8 +77,8 @@ class AdmissionPolicy(ABC):
     def __init__(self, options: AdmissionOptions) -> None:
         self.options = options
 
-    def begin(self, running: Running) -> None:
-        """A pass is about to admit beside these rows."""
+    def begin(self, running: Running, free: int) -> None:
+        """A pass is about to admit beside these rows; `free` blocks are there."""
 
     @abstractmethod
     def test(self, candidate: Candidate, free: int, total: int, others_scheduled: bool) -> AdmissionTest | None:
@@ -81,14 +88,18 @@ class AdmissionPolicy(ABC):
         anything else is in this step already.
         """
 
+    @abstractmethod
+    def lacking(self, candidate: Candidate, free: int, total: int, others_scheduled: bool) -> int:
+        """Blocks that would have to become free for `test` to let the candidate in; 0 or less if none."""
+
     def admitted(self, candidate: Candidate) -> None:
         """The candidate has entered in this pass."""
 
     def stepped(self) -> None:
         """A step was built without preempting anyone."""
 
-    def preempted(self, survivors: Running, prompt: npt.NDArray[np.int32]) -> None:
-        """Somebody was preempted for want of blocks; these rows are left. `prompt` tokens [R] of each."""
+    def preempted(self, survivors: Running) -> None:
+        """Somebody was preempted for want of blocks; these rows are left."""
 
     def idle(self) -> None:
         """Nothing is live."""
@@ -107,16 +118,20 @@ class Optimistic(AdmissionPolicy):
         needed = max(candidate.whole, candidate.now)
         if needed > free:
             return AdmissionTest.BLOCKS
-        if others_scheduled and needed + int(self.options.watermark * total) > free:
+        if self.lacking(candidate, free, total, others_scheduled) > 0:
             return AdmissionTest.WATERMARK
         return None
 
+    def lacking(self, candidate: Candidate, free: int, total: int, others_scheduled: bool) -> int:
+        reserve = int(self.options.watermark * total) if others_scheduled else 0
+        return max(candidate.whole, candidate.now) + reserve - free
 
-class Predictive(Optimistic):
+
+class Predictive(AdmissionPolicy):
     """Admit when the candidate's own future fits beside a learned share of everyone else's (SGLang's budget).
 
-    free > Σ running(prompt not yet allocated + min(remaining, clip)·ratio) + its prompt + min(its limit, clip) + page.
-    The ratio decays while nothing is preempted and jumps up when something is: see RatioController.
+    The arithmetic is `prefill_budget`'s, the share `ratio`'s: it decays while nothing is preempted and jumps up when
+    something is. With nothing else in the batch there is nobody to share with: then what fits may enter.
     """
 
     name = "predictive"
@@ -124,40 +139,52 @@ class Predictive(Optimistic):
     def __init__(self, options: AdmissionOptions) -> None:
         super().__init__(options)
         self._controller = RatioController(options.conservativeness)
-        self._reserved = 0.0
+        self._budget: PrefillBudget | None = None
 
     @property
     def ratio(self) -> float:  # type: ignore[override]
         return self._controller.value
 
-    def begin(self, running: Running) -> None:
-        size, clip = self.options.block_size, self.options.clip_max_new_tokens
-        unallocated = np.maximum(running.known - running.held * size, 0)
-        remaining = np.minimum(running.total - running.known, clip)
-        self._reserved = float(unallocated.sum() + remaining.sum() * self._controller.value)
+    def begin(self, running: Running, free: int) -> None:
+        size = self.options.block_size
+        unallocated = int(np.maximum(running.known - running.held * size, 0).sum())
+        lengths = zip(running.prompt.tolist(), running.known.tolist(), running.total.tolist(), strict=True)
+        self._budget = PrefillBudget(
+            available=free * size - unallocated,
+            page_size=size,
+            ratio=self._controller.value,
+            max_prefill_tokens=UNBOUNDED,
+            running=[Runner(prompt, known - prompt, total - prompt) for prompt, known, total in lengths],
+        )
 
     def test(self, candidate: Candidate, free: int, total: int, others_scheduled: bool) -> AdmissionTest | None:
-        bound = super().test(candidate, free, total, others_scheduled)
-        if bound is not None or not others_scheduled:
-            return bound
-        size = self.options.block_size
-        if candidate.whole * size + self._future(candidate) + size >= free * size - self._reserved:
+        assert self._budget is not None, "begin comes first"
+        if candidate.whole > free:
             return AdmissionTest.BLOCKS
-        return None
-
-    def _future(self, candidate: Candidate) -> int:
-        return min(candidate.total_tokens - candidate.known_tokens, self.options.clip_max_new_tokens)
-
-    def admitted(self, candidate: Candidate) -> None:
         size = self.options.block_size
-        self._reserved += (candidate.whole - candidate.now) * size + self._future(candidate) + size
+        offer = Offer(
+            tokens=candidate.known_tokens,
+            matched=candidate.matched_tokens,
+            max_new=candidate.total_tokens - candidate.known_tokens,
+            pinned=candidate.reused * size,
+        )
+        granted = self._budget.offer(offer).extend > 0
+        return None if granted or not others_scheduled else AdmissionTest.BLOCKS
+
+    def lacking(self, candidate: Candidate, free: int, total: int, others_scheduled: bool) -> int:
+        assert self._budget is not None, "begin comes first"
+        size = self.options.block_size
+        future = min(candidate.total_tokens - candidate.known_tokens, self.options.clip_max_new_tokens)
+        wanted = candidate.whole * size + future + size
+        return max(candidate.whole - free, -int((self._budget.rem_total - wanted) // size) + 1)
 
     def stepped(self) -> None:
         self._controller.decay()
 
-    def preempted(self, survivors: Running, prompt: npt.NDArray[np.int32]) -> None:
-        decoded, allowed = int((survivors.known - prompt).sum()), int((survivors.total - prompt).sum())
-        self._controller.retract(decoded, allowed, len(prompt))
+    def preempted(self, survivors: Running) -> None:
+        decoded = int((survivors.known - survivors.prompt).sum())
+        allowed = int((survivors.total - survivors.prompt).sum())
+        self._controller.retract(decoded, allowed, len(survivors.known))
 
     def idle(self) -> None:
         self._controller.reset()
@@ -175,7 +202,7 @@ class Credit(AdmissionPolicy):
         super().__init__(options)
         self._active = 0
 
-    def begin(self, running: Running) -> None:
+    def begin(self, running: Running, free: int) -> None:
         size = self.options.block_size
         self._active = int((-(-(running.total - 1) // size)).sum())
 
@@ -183,9 +210,10 @@ class Credit(AdmissionPolicy):
         return -(-(candidate.total_tokens - 1) // self.options.block_size)
 
     def test(self, candidate: Candidate, free: int, total: int, others_scheduled: bool) -> AdmissionTest | None:
-        if self._active + self._credit(candidate) > total - 1 or candidate.now > free:
-            return AdmissionTest.BLOCKS
-        return None
+        return AdmissionTest.BLOCKS if self.lacking(candidate, free, total, others_scheduled) > 0 else None
+
+    def lacking(self, candidate: Candidate, free: int, total: int, others_scheduled: bool) -> int:
+        return max(self._active + self._credit(candidate) - (total - 1), candidate.now - free)
 
     def admitted(self, candidate: Candidate) -> None:
         self._active += self._credit(candidate)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import heapq
 import random
 from abc import ABC, abstractmethod
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from functools import partial
 from typing import Protocol
 
+from scheduler.policies import orders
 from scheduler.request import Request
 
 NEAR = 64
@@ -31,11 +32,12 @@ class QueueView(Protocol):
     def matched(self, request: Request) -> int:
         """Tokens of the request that the prefix cache holds now; at most one less than it has."""
 
-    def shared(self, one: Request, other: Request) -> int:
-        """Tokens of whole blocks with which two requests begin alike."""
+    @property
+    def block_size(self) -> int:
+        """Tokens a block."""
 
-    def routing_keys(self) -> Mapping[str, int]:
-        """How many running requests carry each routing key."""
+    def routing_keys(self) -> list[str]:
+        """The routing key of each running request that has one."""
 
     def processed_tokens(self) -> int:
         """Prompt tokens computed since the start: the clock of token-based ageing."""
@@ -240,91 +242,46 @@ class _Windowed(Fcfs):
         return iter(self._order)
 
 
-def prefix_groups(waiting: list[Request], view: QueueView, threshold: int) -> set[int]:
-    """Ids of the requests better put off: the cache doesn't hold their prefix, but an earlier waiter will bring it.
+class Arranged(_Windowed):
+    """One of the orders of `scheduler.policies.orders` that look at the cache or at what runs."""
 
-    One sharer runs first so that the others hit. A request counts if the cache holds at most `threshold` of its tokens
-    and an earlier, equally cold waiter shares at least `threshold`.
-    """
-    leaders: list[Request] = []
-    put_off: set[int] = set()
-    for request in waiting:
-        if view.matched(request) > threshold:
-            continue
-        if any(view.shared(leader, request) >= threshold for leader in leaders):
-            put_off.add(request.id)
+    def __init__(self, name: str, options: QueueOptions | None = None) -> None:
+        super().__init__(options)
+        self.name = name
+
+    def sort(self, waiting: list[Request], view: QueueView) -> list[Request]:
+        if self.name == "routing-key":
+            seen = [orders.Waiting(routing_key=request.routing_key) for request in waiting]
+            around = orders.Surroundings(running_keys=view.routing_keys())
         else:
-            leaders.append(request)
-    return put_off
+            seen = self._with_matches(waiting, view)
+            around = orders.Surroundings(processed=view.processed_tokens())
+        return [waiting[index] for index in orders.arrange(self.name, seen, around)]
 
-
-class LongestPrefixMatch(_Windowed):
-    """Most cached tokens first; sharers of a prefix that is still to be computed wait for the first of them."""
-
-    name = "lpm"
-
-    def sort(self, waiting: list[Request], view: QueueView) -> list[Request]:
-        put_off = prefix_groups(waiting, view, self.options.group_prefix_tokens)
-        return sorted(waiting, key=lambda r: (r.id in put_off, -view.matched(r)))
-
-
-class DfsWeight(_Windowed):
-    """Depth first through the prefixes that waiters share, the heaviest branch first.
-
-    Two neighbours in the result share as much as possible, so a prefix is used up before it is evicted.
-    """
-
-    name = "dfs-weight"
-
-    def sort(self, waiting: list[Request], view: QueueView) -> list[Request]:
-        weight = Counter(self._branch(request, view) for request in waiting)
-        first = {branch: index for index, branch in reversed(list(enumerate(self._branch(r, view) for r in waiting)))}
-        return sorted(
-            waiting,
-            key=lambda r: (-weight[self._branch(r, view)], first[self._branch(r, view)], -view.matched(r), r.arrival),
+    def _with_matches(self, waiting: list[Request], view: QueueView) -> list[orders.Waiting]:
+        """The waiters with what the cache holds of them; those put off whose prefix an earlier one will bring."""
+        matched = [view.matched(request) for request in waiting]
+        share = self.options.group_prefix_tokens
+        deferred = orders.defer_sharers(
+            [request.hashes for request in waiting],
+            matched,
+            orders.ChainIndex(view.block_size),
+            check=share,
+            share=share,
         )
-
-    @staticmethod
-    def _branch(request: Request, view: QueueView) -> bytes:
-        view.matched(request)  # brings the hashes up to date
-        return request.hashes[0] if request.hashes else request.id.to_bytes(8, "little")
-
-
-class ShortestPrefillFirst(_Windowed):
-    """Fewest tokens left to compute before the first output."""
-
-    name = "shortest-prefill"
-
-    def sort(self, waiting: list[Request], view: QueueView) -> list[Request]:
-        put_off = prefix_groups(waiting, view, self.options.group_prefix_tokens)
-        return sorted(waiting, key=lambda r: (r.id in put_off, r.num_tokens - view.matched(r), r.arrival))
-
-
-class HighestResponseRatioNext(_Windowed):
-    """Largest (work done since arrival) / (own work): short requests first, but every wait raises the ratio."""
-
-    name = "hrrn"
-
-    def sort(self, waiting: list[Request], view: QueueView) -> list[Request]:
-        now = view.processed_tokens()
-        return sorted(
-            waiting,
-            key=lambda r: (-(now - r.arrival_processed) / max(r.num_tokens - view.matched(r), 1), r.arrival),
-        )
-
-
-class RoutingKey(_Windowed):
-    """Requests whose routing key runs already, the most frequent key first; the others in order of arrival."""
-
-    name = "routing-key"
-
-    def sort(self, waiting: list[Request], view: QueueView) -> list[Request]:
-        keys = view.routing_keys()
-        if not keys:
-            return waiting
-        return sorted(
-            waiting, key=lambda r: (-keys.get(r.routing_key, 0), r.routing_key if r.routing_key in keys else "")
-        )
+        return [
+            orders.Waiting(
+                id=str(request.id),
+                prompt_len=request.num_prompt,
+                output_len=request.num_outputs,
+                matched=cached,
+                entry=request.arrival,
+                seen_processed=request.arrival_processed,
+                deferred=defer,
+                path=tuple(request.hashes[: cached // view.block_size]),
+            )
+            for request, cached, defer in zip(waiting, matched, deferred, strict=True)
+        ]
 
 
 class Fair(QueuePolicy):
@@ -390,24 +347,9 @@ class Fair(QueuePolicy):
             yield from queue.values()
 
 
+ARRANGED = ("lpm", "dfs-weight", "routing-key", "hrrn", "shortest-prefill")
+
 QUEUE_POLICIES: dict[str, Callable[[QueueOptions | None], QueuePolicy]] = {
-    policy.name: policy
-    for policy in (
-        Fcfs,
-        Priority,
-        LongestPrefixMatch,
-        DfsWeight,
-        LongestOutputFirst,
-        Random,
-        RoutingKey,
-        HighestResponseRatioNext,
-        ShortestPrefillFirst,
-        Fair,
-        Deadline,
-    )
+    **{policy.name: policy for policy in (Fcfs, Priority, LongestOutputFirst, Random, Fair, Deadline)},
+    **{name: partial(Arranged, name) for name in ARRANGED},
 }
-
-
-def first_few(queue: QueuePolicy, view: QueueView, count: int) -> list[Request]:
-    """The next `count` requests."""
-    return list(islice(queue.ordered(view), count))

@@ -42,8 +42,12 @@ class Subject:
 OURS = (sys.executable, "-m", "ops.cli", "scheduler")
 
 SUBJECTS = (
-    Subject("triptych", OURS),
-    Subject("subclass", (*OURS, "--scheduler-cls", "tests.conformance.newest_first:NewestFirst")),
+    Subject("triptych", OURS, {"TRIPTYCH_QUEUE_POLICY": "priority"}),
+    Subject(
+        "subclass",
+        (*OURS, "--scheduler-cls", "tests.conformance.newest_first:NewestFirst"),
+        lacks={"priority": "the subclass serves the newest first, whatever its priority"},
+    ),
     Subject(
         "minimal",
         (sys.executable, "-m", "tests.conformance.minimal_scheduler"),
@@ -67,6 +71,7 @@ class Chain:
         self.raw: list[RawPeer] = []
         self.runner: RunnerEnd | None = None
         self.process: subprocess.Popen[bytes] | None = None
+        self._alive = True
         self._context: zmq.Context[Any] = zmq.Context()
         self._log = directory / log_name
 
@@ -160,6 +165,9 @@ class Chain:
             value = done()
             if value:
                 return value
+            if self._alive and self.process is not None and self.process.poll() is not None:
+                code = self.process.returncode
+                raise AssertionError(f"ended with {code} while the test waited for {what}:\n{self.log()}")
             if time.monotonic() > end_at:
                 raise AssertionError(f"waited {deadline_s:g} s for {what}; the scheduler's log:\n{self.log()}")
             poller = zmq.Poller()
@@ -184,6 +192,7 @@ class Chain:
         """The process's exit status, once it has ended by itself."""
         process = self.process
         assert process is not None
+        self._alive = False
         self.until(lambda: process.poll() is not None, "the scheduler's end")
         return process.returncode
 

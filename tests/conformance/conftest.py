@@ -39,7 +39,9 @@ def subjects(config: pytest.Config) -> list[Subject]:
     unknown = set(lacks) - set(CAPABILITIES)
     if unknown:
         raise pytest.UsageError(f"--scheduler-lacks: {', '.join(sorted(unknown))}; there are {', '.join(CAPABILITIES)}")
-    return [Subject("yours", tuple(shlex.split(command)), lacks=dict.fromkeys(lacks, "declared with --scheduler-lacks"))]
+    return [
+        Subject("yours", tuple(shlex.split(command)), lacks=dict.fromkeys(lacks, "declared with --scheduler-lacks"))
+    ]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

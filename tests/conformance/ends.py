@@ -389,4 +389,3 @@ class RawPeer:
 def socket_path(directory: Path, name: str) -> str:
     """An ipc address in a directory."""
     return f"ipc://{directory}/{name}.sock"
-

@@ -122,7 +122,9 @@ class Judge:
         self._check_map(ids, counts)
         self._grow(step, ids)
         failure = failure or self._counts_on_void(step)
-        seen = Seen(step.epoch, step.step_id, dict(zip(ids, counts, strict=True)), {n.id: n.num_computed for n in step.new})
+        seen = Seen(
+            step.epoch, step.step_id, dict(zip(ids, counts, strict=True)), {n.id: n.num_computed for n in step.new}
+        )
         self.steps.append(seen)
         if failure is not None:
             self._fail(step, ids)
@@ -282,9 +284,7 @@ class Judge:
             positions=pack_i32([len(row.tokens) - 1 for row in done]),
             tokens=pack_i32([row.tokens[-1] for row in done]),
             logprobs=[
-                TokenLogprobs(row.id, len(row.tokens) - 1, -0.5, 1)
-                for row in done
-                if row.asked.params.logprobs >= 0
+                TokenLogprobs(row.id, len(row.tokens) - 1, -0.5, 1) for row in done if row.asked.params.logprobs >= 0
             ],
             errors=errors,
         )

@@ -105,7 +105,7 @@ class MinimalScheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.mail: dict[bytes, Mail] = {}
-        self.early: list[tuple[bytes, Submit]] = []
+        self.early: list[tuple[bytes, Submit | Abort]] = []
         self.last_status = 0.0
         self.exit_code: int | None = None
 
@@ -162,9 +162,8 @@ class MinimalScheduler:
                 self.welcome(api, message)
             elif isinstance(message, Submit):
                 self.add(api, message)
-            elif isinstance(message, Abort) and len(message.ids) % 8 == 0:
-                for request_id in u64(message.ids).tolist():
-                    self.abort(api, request_id)
+            elif isinstance(message, Abort):
+                self.abort(api, message)
             elif isinstance(message, Control):
                 body = b'{"code": "unsupported", "message": "the minimal scheduler has no controls"}'
                 self.send(api, ControlReply(message.nonce, False, body))
@@ -215,6 +214,8 @@ class MinimalScheduler:
     def refusal(self, submit: Submit, limits: Limits) -> Rejected | None:
         """Why a request can never run here, with the numbers; or that there are too many already."""
         params, num_prompt = submit.params, len(submit.prompt) // 4
+        if not 0 <= submit.id < 2**64:
+            return Rejected(submit.id, "invalid_id", f"{submit.id} is not an unsigned 64-bit number")
         if submit.id in self.requests:
             return Rejected(submit.id, "duplicate_id", f"{submit.id} is live already", 409)
         if len(submit.prompt) % 4 or len(submit.emitted) % 4:
@@ -235,12 +236,15 @@ class MinimalScheduler:
             return Rejected(submit.id, "queue_full", f"{len(self.waiting)} requests wait", 503, 1)
         return None
 
-    def abort(self, api: bytes, request_id: int) -> None:
-        """End a request of this API in whatever state it is; anything else is ignored."""
-        self.early = [entry for entry in self.early if entry[0] != api or entry[1].id != request_id]
-        request = self.requests.get(request_id)
-        if request is not None and request.api == api:
-            self.finish(request, RequestStatus.ABORTED)
+    def abort(self, api: bytes, message: Abort) -> None:
+        """End these requests of this API in whatever state they are; anything else is ignored."""
+        if self.limits is None:
+            self.early.append((api, message))  # in its place behind what it aborts
+            return
+        for request_id in u64(message.ids[: len(message.ids) // 8 * 8]).tolist():
+            request = self.requests.get(request_id)
+            if request is not None and request.api == api:
+                self.finish(request, RequestStatus.ABORTED)
 
     def tell_apis(self) -> None:
         """One message to each API that has anything to hear."""
@@ -453,8 +457,8 @@ class MinimalScheduler:
         for request in list(self.requests.values()):
             self.end_if_complete(request)  # the new runner may hold less
         early, self.early = self.early, []
-        for api, submit in early:
-            self.add(api, submit)
+        for api, message in early:
+            self.add(api, message) if isinstance(message, Submit) else self.abort(api, message)
         self.last_status = 0.0
 
 

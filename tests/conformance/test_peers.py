@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
-from protocol.columns import pack_i32, pack_u64
-from protocol.messages import Goodbye, Hello, Outputs, Refused, RequestStatus, SamplingParams, Submit, Welcome
 
 from protocol import wire
+from protocol.columns import pack_i32, pack_u64
+from protocol.messages import Abort, Goodbye, Hello, Outputs, Refused, RequestStatus, SamplingParams, Submit, Welcome
 from tests.conformance.chain import Chain
 from tests.conformance.ends import limits, token_at
+from tests.conformance.judge import Asked
 
 
 def test_an_api_that_falls_silent_loses_its_requests_after_its_lease(chain: Chain) -> None:
@@ -179,9 +181,47 @@ def test_a_bad_request_is_refused_with_a_reason_and_disturbs_nobody(chain: Chain
     api.assert_complete(1)
 
 
-def test_an_abort_column_that_is_not_whole_does_not_end_the_process(chain: Chain) -> None:
-    from protocol.messages import Abort
+@pytest.mark.parametrize(
+    ("outer", "params"),
+    [
+        ({"priority": 2**62}, {}),
+        ({"priority": -(2**62)}, {}),
+        ({"timeout_ms": 2**62, "deadline_ms": 2**62}, {}),
+        ({"arrival_ns": -(2**62)}, {}),
+        ({}, {"max_tokens": 2**62}),
+        ({}, {"min_tokens": 2**62}),
+        ({}, {"min_tokens": -(2**62)}),
+        ({}, {"stop_token_ids": (-5, 2**62)}),
+        ({}, {"eos_token_ids": (-5, 2**62), "ignore_eos": False}),
+        ({}, {"temperature": float("inf"), "seed": 2**64 - 1, "choice": -(2**62)}),
+        ({"label": "é" * 10_000, "tenant": "\0" * 1000, "cache_salt": "\N{SNOWMAN}" * 1000, "routing_key": "x"}, {}),
+    ],
+    ids=lambda value: "-".join(value) or "submit",
+)
+def test_a_request_with_extreme_values_ends_or_is_refused(
+    chain: Chain, outer: dict[str, Any], params: dict[str, Any]
+) -> None:
+    _, api = chain.begin(limits(12))
+    sampling = SamplingParams(**{"max_tokens": 5, "ignore_eos": True, **params})
+    prompt = [token_at(7, j) for j in range(6)]
+    chain.world.asked[7] = Asked(prompt, sampling, outer.get("cache_salt", ""))
+    api.mine.add(7)
+    api.tokens[7] = []
+    api.send(Submit(7, pack_i32(prompt), sampling, **outer))
+    api.submit(1, 9, 20)
+    chain.until(lambda: (7 in api.rejected or api.has(7)) and api.has(1), "both ends")
+    api.assert_complete(1)
 
+
+def test_an_id_that_no_column_can_hold_does_not_end_the_process(chain: Chain) -> None:
+    _, api = chain.begin(limits())
+    api.send(Submit(-1, pack_i32([5, 6]), SamplingParams(4)))
+    api.submit(1, 9, 5)
+    chain.until(lambda: api.has(1), "the end")
+    api.assert_complete(1)
+
+
+def test_an_abort_column_that_is_not_whole_does_not_end_the_process(chain: Chain) -> None:
     _, api = chain.begin(limits())
     api.submit(1, 9, 20)
     api.send(Abort(pack_u64([7])[:5]))

@@ -23,7 +23,16 @@ PROMPT = list(range(500, 524))
         ([9, *PROMPT[1:]], 0),
         (PROMPT[4:], 0),
     ],
-    ids=["the-same", "one-less", "one-past-a-page", "whole-pages", "forks-at-a-page", "forks-in-a-page", "head", "tail"],
+    ids=[
+        "the-same",
+        "one-less",
+        "one-past-a-page",
+        "whole-pages",
+        "forks-at-a-page",
+        "forks-in-a-page",
+        "head",
+        "tail",
+    ],
 )
 def test_whole_pages_of_the_common_head_are_reused_and_one_token_is_left(
     chain: Chain, second: list[int], cached: int

@@ -99,6 +99,8 @@ def test_a_storm_of_requests_aborts_and_late_results_breaks_nothing(chain: Chain
         if not runner.holding or dice.random() < 0.5:
             runner.release(dice.randrange(1, 3))
         before = len(runner.judge.steps)
-        chain.until(lambda n=before: len(runner.judge.steps) > n or runner.held or api.has(*range(1, next_id)), "a move")
+        chain.until(
+            lambda n=before: len(runner.judge.steps) > n or runner.held or api.has(*range(1, next_id)), "a move"
+        )
     for request_id in set(range(1, next_id)) - aborted:
         api.assert_complete(request_id)
