@@ -329,7 +329,8 @@ class CompileGrammar(_Message, tag="compile_grammar", frozen=True):
 class FetchKv(_Message, tag="fetch_kv", frozen=True):
     """Bring the KV of a request's first `num_tokens` tokens from `source` into these pages (i32, whole blocks).
 
-    Answered by KvStatus. The pages are the transfer's until then, whatever becomes of the request.
+    The pages are those of the last of these tokens: what comes before has its KV already. They are the transfer's until
+    KvStatus answers, whatever becomes of the request; steps that were sent earlier may write to them before it begins.
     """
 
     id: int

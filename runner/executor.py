@@ -30,7 +30,7 @@ class Executor(Protocol):
         ...
 
     def transfer(self, order: FetchKv, status: KvStatus | None) -> None:
-        """A KV transfer has begun or, with `status`, ended. Called between the steps that were sent before and after."""
+        """A KV transfer has begun or, with `status`, ended. Called in order with the steps."""
         ...
 
     def clear(self) -> None:

@@ -49,7 +49,7 @@ class PageChecker:
         owned = pages[cached:]
         taken = owned[self._holders[owned] > 0]
         np.add.at(self._holders, pages, 1)
-        self._refuse(taken, PAGE_CONFLICT, f"request {request} is given page {{}}, which a live request or transfer holds")
+        self._refuse(taken, PAGE_CONFLICT, f"request {request} is given page {{}}, which a request or transfer holds")
         doubled = pages[self._holders[pages] > 1] if len(np.unique(pages)) != len(pages) else pages[:0]
         self._refuse(doubled, PAGE_CONFLICT, f"request {request} holds page {{}} twice")
         self._written[owned[~self._swapped_in[owned]]] = 0
@@ -59,7 +59,7 @@ class PageChecker:
         """These pages were appended to page tables; each must be free."""
         taken = pages[self._holders[pages] > 0]
         np.add.at(self._holders, pages, 1)
-        self._refuse(taken, PAGE_CONFLICT, "a request grows by page {}, which a live request or transfer holds")
+        self._refuse(taken, PAGE_CONFLICT, "a request grows by page {}, which a request or transfer holds")
         self._refuse(pages[self._holders[pages] > 1], PAGE_CONFLICT, "page {} is handed out twice in one step")
         self._written[pages] = 0
 

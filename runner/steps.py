@@ -17,7 +17,17 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from protocol.columns import i32, u64
-from protocol.messages import FetchKv, KvStatus, Limits, NewRequest, RowError, Step, StepFailure, StepResult, TokenLogprobs
+from protocol.messages import (
+    FetchKv,
+    KvStatus,
+    Limits,
+    NewRequest,
+    RowError,
+    Step,
+    StepFailure,
+    StepResult,
+    TokenLogprobs,
+)
 from runner.batch import BAD_STEP, OVER_LIMIT, Batch, Bools, Int32s, Int64s, Rows, StepError
 from runner.inventory import HASH_BYTES, Inventory
 from runner.pages import PageChecker

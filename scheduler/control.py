@@ -151,16 +151,29 @@ def record(core: CoreScheduler, request: Request) -> dict[str, Any]:
 
 
 def _find(core: CoreScheduler, arguments: dict[str, str]) -> dict[str, Any]:
+    """The record of the request `id`, or `{"requests": [...]}` of all with the label `label`."""
+    if "label" in arguments:
+        label = arguments["label"]
+        live = [_record(core, request) for request in core.requests.values() if request.label == label]
+        ended = core.history.labelled(label)
+        if not live and not ended:
+            raise ControlError("not_found", f"no request {label!r} is live or among the last to end")
+        return {"requests": ended + live}
     text = arguments.get("id", "")
-    if not text.isdigit():
+    if not (text.isascii() and text.isdigit()):
         raise ControlError("invalid_argument", f"id {text!r}: expected a request's number")
     request = core.requests.get(int(text))
-    if request is not None and request.slot >= 0:
-        core.table.flush(request.slot)
-    found = record(core, request) if request is not None else core.history.get(int(text))
+    found = _record(core, request) if request is not None else core.history.get(int(text))
     if found is None:
         raise ControlError("not_found", f"no request {text} is live or among the last to end")
     return found
+
+
+def _record(core: CoreScheduler, request: Request) -> dict[str, Any]:
+    """A live request's record; what its row knows better is written back first."""
+    if request.slot >= 0:
+        core.table.flush(request.slot)
+    return record(core, request)
 
 
 def timeline(core: CoreScheduler, arguments: dict[str, str]) -> dict[str, Any]:
@@ -171,6 +184,12 @@ def timeline(core: CoreScheduler, arguments: dict[str, str]) -> dict[str, Any]:
 def explain(core: CoreScheduler, arguments: dict[str, str]) -> dict[str, Any]:
     """The same in sentences."""
     found = _find(core, arguments)
+    if "requests" in found:
+        return {"requests": [_explained(one) for one in found["requests"]]}
+    return _explained(found)
+
+
+def _explained(found: dict[str, Any]) -> dict[str, Any]:
     live = found["status"] in {s.name for s in RequestStatus if not s.is_finished}
     sentences = [
         f"Request {found['id']} ({found['label'] or 'no label'}) {'is' if live else 'ended'} {found['status']}: "

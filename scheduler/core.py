@@ -371,9 +371,11 @@ class CoreScheduler(Scheduler):
     # --- steps ----------------------------------------------------------------------------------------------
 
     def schedule(self) -> Step | None:
-        if not self.requests or self.paused == "all":
+        if not self.requests:
             return None
         self.expire()
+        if self.paused == "all":
+            return None
         before = self.strategies.admission.ratio
         this = Pass(self)
         this.run()
@@ -488,6 +490,7 @@ class CoreScheduler(Scheduler):
         stats.free_blocks, stats.usable_blocks = self.pool.num_free, self.pool.num_usable
         stats.evictions = self.pool.evictions
         stats.swapped_out_blocks = self.suspension.swapped_out_blocks
+        stats.draining = self.draining
         stats.queue_flips = self.strategies.queue.flips
         stats.new_token_ratio = self.strategies.admission.ratio
         return stats

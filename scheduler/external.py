@@ -74,7 +74,7 @@ class External:
         self._transfers[request.id, request.incarnation] = fetched
         core.pool.hold(fetched)
         num_tokens = len(blocks) * core.block_size
-        self.orders.append(FetchKv(request.id, request.incarnation, request.kv_source, num_tokens, pack_i32(blocks)))
+        self.orders.append(FetchKv(request.id, request.incarnation, request.kv_source, num_tokens, pack_i32(fetched)))
         request.timeline.add(core.now(), "fetching_kv", tokens=num_tokens)
 
     def on_kv_status(self, status: KvStatus) -> None:

@@ -55,6 +55,7 @@ class Stats:
     swapped_out_blocks: int = 0
     parked: dict[str, int] = field(default_factory=dict)
     queue_flips: int = 0
+    draining: bool = False
     new_token_ratio: float | None = None
     queue_seconds: list[float] = field(default_factory=list)
     preemption_counts: list[int] = field(default_factory=list)
@@ -108,8 +109,11 @@ class Scheduler(ABC):
     def on_kv_status(self, status: KvStatus) -> None:
         """The runner's word on a KV transfer that was asked for."""
 
+    def expire(self) -> None:
+        """End what has waited longer than it may. Called regularly, also while no runner is there."""
+
     def take_orders(self) -> list[msgspec.Struct]:
-        """Messages for the runner beside steps (CompileGrammar, FetchKv), to be sent before the next step."""
+        """Messages for the runner beside steps (CompileGrammar, FetchKv), to be sent after the last step."""
         return []
 
     @abstractmethod

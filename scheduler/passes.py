@@ -316,7 +316,7 @@ class Pass:
         """The step, or None if nothing is to be done. `flight` holds its record afterwards."""
         core, table = self.core, self.core.table
         served = [entry for entry in self._served if len(entry.slots)]
-        if not served and not core.suspension.copies:
+        if not served and not core.suspension.copies and not (core.left and core.external.orders):
             return None
         slots = np.concatenate([entry.slots for entry in served]) if served else np.empty(0, np.intp)
         counts = np.concatenate([entry.counts for entry in served]) if served else np.empty(0, np.int32)
@@ -331,6 +331,8 @@ class Pass:
         rows = np.empty(table.capacity, np.int32)
         rows[slots] = np.arange(len(slots), dtype=np.int32)
         grown = list(self._grown)
+        # A block that was given to somebody else since it was sealed holds that content no longer.
+        filled = [(block, block_hash) for block, block_hash in core.filled if core.pool.hash_of[block] == block_hash]
         return Step(
             epoch=core.epoch,
             step_id=step_id,
@@ -341,8 +343,8 @@ class Pass:
             grow_rows=rows[grown].tobytes(),
             grow_counts=pack_i32([len(self._grown[slot]) for slot in grown]),
             grow_blocks=pack_i32([block for slot in grown for block in self._grown[slot]]),
-            filled_blocks=pack_i32([block for block, _ in core.filled]),
-            filled_hashes=b"".join(block_hash for _, block_hash in core.filled),
+            filled_blocks=pack_i32([block for block, _ in filled]),
+            filled_hashes=b"".join(block_hash for _, block_hash in filled),
             swap_out=pack_i32(core.suspension.copies),
             swap_in=pack_i32(self._swap_in),
         )

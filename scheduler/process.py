@@ -169,8 +169,6 @@ class SchedulerProcess:
         core = self.core
         if core is None or not self.runner.connected:
             return
-        for order in core.take_orders():
-            self.runner.send(order)
         while core.in_flight < core.config.pipeline_depth:
             began = time.perf_counter()
             step = core.schedule()
@@ -179,6 +177,13 @@ class SchedulerProcess:
             self.metrics.observe_pass(time.perf_counter() - began)
             self._runner.sent[step.step_id] = self._clock()
             self.runner.send(step)
+            self._send_orders(core)
+        self._send_orders(core)
+
+    def _send_orders(self, core: Scheduler) -> None:
+        """What a pass orders follows its step: that step says who has left the pages that a transfer is to fill."""
+        for order in core.take_orders():
+            self.runner.send(order)
 
     def _tell_apis(self) -> None:
         """One message to each API that has anything to hear. One that can't take it is dropped: it will come back."""
@@ -368,6 +373,8 @@ class SchedulerProcess:
         if now - self._last_status < STATUS_INTERVAL_S:
             return
         self._last_status = now
+        if self.core is not None:
+            self.core.expire()
         for identity in self.apis.peers:
             if self.apis.silent_for(identity) > self.config.lease_s:
                 self._drop(identity, "lease", f"silent for more than {self.config.lease_s:g} s")
@@ -397,6 +404,7 @@ class SchedulerProcess:
             waiting=stats.waiting if stats else len(self._backlog),
             kv_usage=1 - stats.free_blocks / stats.usable_blocks if stats and stats.usable_blocks else 0.0,
             stalled_ms=self._stalled_ms(),
+            draining=stats.draining if stats else False,
             limits=self._runner.limits,
         )
 

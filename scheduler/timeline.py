@@ -49,3 +49,7 @@ class History:
     def get(self, request_id: int) -> dict[str, Any] | None:
         """The record of a request that has ended, if it is still kept."""
         return self._records.get(request_id)
+
+    def labelled(self, label: str) -> list[dict[str, Any]]:
+        """The records of all requests with this label, in the order in which they ended. Looks at each one kept."""
+        return [record for record in self._records.values() if record["label"] == label]

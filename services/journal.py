@@ -77,13 +77,25 @@ class Generation:
         return self.finished is not None or self.error is not None
 
     @property
+    def begun(self) -> bool:
+        """True once it can't end for having waited too long."""
+        return bool(self.tokens) or self.over
+
+    @property
     def decided(self) -> bool:
         """True once the scheduler has said whether it takes the request."""
         return self.accepted or bool(self.tokens) or self.over
 
-    def resume(self) -> Submit:
-        """The Submit that makes a scheduler go on after the tokens that are here."""
-        return msgspec.structs.replace(self.submit, emitted=pack_i32(self.tokens)) if self.tokens else self.submit
+    def resume(self, now: float) -> Submit:
+        """The Submit that makes a scheduler go on after the tokens that are here, in the time that is left."""
+        submit, waited_ms = self.submit, int((now - self.arrived) * 1000)
+        return msgspec.structs.replace(
+            submit,
+            emitted=pack_i32(self.tokens),
+            resumed=self.accepted or bool(self.tokens),
+            timeout_ms=submit.timeout_ms and max(1, submit.timeout_ms - waited_ms),
+            deadline_ms=submit.deadline_ms and max(1, submit.deadline_ms - waited_ms),
+        )
 
     def settled(self) -> Finished | None:
         """The terminal event that follows from the tokens alone, if the one from the scheduler was lost with it."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from protocol.messages import Limits, SamplingParams
 from services.errors import ApiError, invalid
-from services.schema import Sampling
+from services.schema import RepetitionDetection, Sampling
 
 log = logging.getLogger("triptych.api")
 
@@ -22,6 +22,8 @@ MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
 MAX_ID_LIST = 1024
 MAX_N = 128
+MAX_PATTERN = 1024
+MAX_WAIT_S = 7 * 86_400.0
 GREEDY_BELOW = 0.01
 
 
@@ -135,6 +137,7 @@ def build_params(
         check_ids(ids, name, vocab)
     if logprobs > limits.max_logprobs:
         raise invalid(f"logprobs: {logprobs}, at most {limits.max_logprobs} are allowed", "logprobs", "out_of_range")
+    pattern = _repetition(request.repetition_detection)
     return SamplingParams(
         max_tokens=0,
         temperature=float(temperature) if temperature >= GREEDY_BELOW else 0.0,
@@ -154,7 +157,26 @@ def build_params(
         logprobs=logprobs,
         logit_bias=_logit_bias(request.logit_bias, vocab),
         allowed_token_ids=tuple(dict.fromkeys(allowed)),
+        repetition_max_pattern=pattern.max_pattern_size,
+        repetition_min_pattern=pattern.min_pattern_size,
+        repetition_min_count=pattern.min_count,
     )
+
+
+def _repetition(asked: RepetitionDetection | None) -> RepetitionDetection:
+    """The pattern sizes and count to look for, in vLLM's ranges; a maximum of 0 is off whatever the others say."""
+    if asked is None or asked.max_pattern_size == 0:
+        return RepetitionDetection(0, 1, 3)
+    name = "repetition_detection"
+    most = ranged(asked.max_pattern_size, 0, name, 0, MAX_PATTERN)
+    least = ranged(asked.min_pattern_size or 1, 1, name, 1, most)
+    return RepetitionDetection(most, least, ranged(asked.min_count, 0, name, 2, MAX_PATTERN))
+
+
+def milliseconds(value: float | None, param: str) -> int:
+    """A field in seconds as whole milliseconds, 0 if it is absent; ApiError 400 unless above 0 and at most a week."""
+    seconds: float = ranged(value, 0.0, param, 0.0, MAX_WAIT_S, above=True)
+    return math.ceil(seconds * 1000)
 
 
 def seed_of(request: Sampling) -> int | None:

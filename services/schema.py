@@ -25,6 +25,14 @@ class StreamOptions(msgspec.Struct):
     include_obfuscation: bool | None = None
 
 
+class RepetitionDetection(msgspec.Struct):
+    """When outputs that repeat a pattern end the answer. A maximum of 0 switches it off."""
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+
 class Sampling(msgspec.Struct, kw_only=True):
     """Fields that both endpoints share. Null means absent."""
 
@@ -55,6 +63,10 @@ class Sampling(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
     allowed_token_ids: list[int] | None = None
+    repetition_detection: RepetitionDetection | None = None
+    timeout: float | None = None
+    deadline: float | None = None
+    routing_key: str | None = None
 
 
 class CompletionRequest(Sampling, kw_only=True):
@@ -157,7 +169,6 @@ UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "length_penalty": _one_of(1, 0),
     "spaces_between_special_tokens": _one_of(True),
     "return_tokens_as_token_ids": _absent,
-    "repetition_detection": _absent,
     "chat_template": _absent,
     "documents": _absent,
     "modalities": _one_of(["text"]),

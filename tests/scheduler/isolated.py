@@ -79,6 +79,8 @@ class FakeRunner:
             self.rows[ids[row]]["blocks"] += [next(grown) for _ in range(count)]
         self.scheduled.append(dict(zip(ids, counts, strict=True)))
         self._write(ids, counts)
+        for block in i32(step.filled_blocks).tolist():
+            assert None not in self.content[block], f"block {block} is called full and is not"
         return self._sample(step, ids, counts)
 
     def _write(self, ids: list[int], counts: list[int]) -> None:
