@@ -40,7 +40,9 @@ class RunnerConfig:
     block_size: int = setting(16, unit="tokens", minimum=1, maximum=256, help="tokens per KV block")
     max_model_len: int = setting(0, unit="tokens", minimum=0, help="longest prompt plus output; 0: the model's")
     max_num_seqs: int = setting(256, unit="requests", minimum=1, maximum=65536, help="requests in one step at most")
-    max_num_batched_tokens: int = setting(2048, unit="tokens", minimum=1, help="tokens in one step at most")
+    max_num_batched_tokens: int = setting(
+        0, unit="tokens", minimum=0, help="tokens in one step at most; 0: what suits the device (CPU 256, else 2048)"
+    )
     lease_s: float = setting(
         10.0, unit="s", minimum=0.5, help="a scheduler silent for this long may be replaced by another"
     )
@@ -87,6 +89,14 @@ class RunnerConfig:
                 f"sim_first_token_id: got {self.sim_first_token_id}, at most {self.sim_vocab_size - 2} "
                 f"leaves two of the {self.sim_vocab_size} ids"
             )
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens in one step at most. On a CPU a step of 256 takes about 60 ms with a small model: larger ones compute
+        no faster, and everybody's next token waits for them."""
+        if self.max_num_batched_tokens:
+            return self.max_num_batched_tokens
+        return 256 if self.backend == "model" and self.device == "cpu" else 2048
 
     @property
     def address(self) -> str:

@@ -188,7 +188,7 @@ def _limits(config: RunnerConfig, model: LoadedModel, size: PoolSize) -> Limits:
         max_model_len=size.max_model_len,
         vocab_size=vocab,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.step_tokens,
         eos_token_ids=model.eos_token_ids,
         dtype=str(model.dtype).removeprefix("torch."),
         kv_bytes_per_block=block_bytes(model.config, config.block_size, model.dtype),

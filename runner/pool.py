@@ -63,7 +63,7 @@ def available_memory(root: Path = Path("/")) -> int:
 def step_reserve(config: RunnerConfig, needs: ModelNeeds) -> int:
     """Bytes that the largest legal step needs beside the pages."""
     sampler = SAMPLER_COPIES * config.max_num_seqs * needs.vocab_width * 4
-    activations = ACTIVATION_COPIES * config.max_num_batched_tokens * needs.widest_layer * needs.dtype_bytes
+    activations = ACTIVATION_COPIES * config.step_tokens * needs.widest_layer * needs.dtype_bytes
     return sampler + activations
 
 

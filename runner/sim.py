@@ -55,7 +55,7 @@ def sim_limits(config: RunnerConfig) -> Limits:
         max_model_len=config.max_model_len or config.sim_max_model_len,
         vocab_size=config.sim_vocab_size,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.step_tokens,
         eos_token_ids=(config.sim_eos_token_id,),
         dtype="simulated",
         kv_bytes_per_block=config.sim_kv_bytes_per_block,

@@ -41,7 +41,9 @@ class SchedulerConfig:
     recovery_policy: str = setting("", help="how a victim returns (empty: by preset)", choices=("", *RECOVERY_NAMES))
 
     max_num_seqs: int = setting(256, help="slot budget: running requests", unit="requests", minimum=1)
-    max_num_batched_tokens: int = setting(2048, help="token budget of one step", unit="tokens", minimum=1)
+    max_num_batched_tokens: int = setting(
+        0, help="token budget of one step (0: all that the runner takes)", unit="tokens", minimum=0
+    )
     watermark: float = setting(
         0.01, help="fraction of the pool kept free when a request enters", minimum=0.0, maximum=0.9
     )

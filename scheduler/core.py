@@ -78,11 +78,15 @@ class CoreScheduler(Scheduler):
     def _max_age_ns(self) -> int:
         return int(self.config.max_queue_age_s * 1e9) if self.strategies.preset.guarded else 0
 
+    def _token_budget(self) -> int:
+        most = self.limits.max_num_batched_tokens
+        return min(self.config.max_num_batched_tokens or most, most)
+
     def _install(self, limits: Limits, hash_key: bytes) -> None:
         """Fresh pool, rows and cache for a runner that holds nothing."""
         self.limits = limits
         self.block_size = limits.block_size
-        self.token_budget = min(self.config.max_num_batched_tokens, limits.max_num_batched_tokens)
+        self.token_budget = self._token_budget()
         self.pool = BlockPool(limits.num_blocks)
         self.table = RowTable(min(self.config.max_num_seqs, limits.max_num_seqs), limits.block_size)
         self._hash_key = hash_key
@@ -443,7 +447,7 @@ class CoreScheduler(Scheduler):
         self.config = config
         self.strategies = choose(config, self.block_size)
         self.waiting.reorder(self.strategies.queue, self._max_age_ns())
-        self.token_budget = min(config.max_num_batched_tokens, self.limits.max_num_batched_tokens)
+        self.token_budget = self._token_budget()
         self.table.limit = min(config.max_num_seqs, self.table.capacity)
 
     def on_grammar_status(self, status: GrammarStatus) -> None:

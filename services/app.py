@@ -15,6 +15,7 @@ from services.middleware import OPEN_PATHS, ApiKeys, Edge
 from services.routes.chat import Chat
 from services.routes.completions import Completions
 from services.routes.metrics import MetricsRoute
+from services.routes.requests import RequestRoutes
 from services.routes.status import StatusRoutes
 from services.routes.text import Detokenize, Tokenize
 from services.state import ApiState
@@ -28,6 +29,7 @@ def build_app(state: ApiState, keys: list[str]) -> Starlette:
         Route("/v1/chat/completions", Chat(state), methods=["POST"]),
         Route("/v1/models", status.models, methods=["GET"]),
         Route("/v1/models/{name:path}", status.model, methods=["GET"]),
+        Route("/v1/requests/{id:path}/timeline", RequestRoutes(state).timeline, methods=["GET"]),
         Route("/tokenize", Tokenize(state), methods=["POST"]),
         Route("/detokenize", Detokenize(state), methods=["POST"]),
         Route("/health", status.health, methods=["GET"]),

@@ -112,7 +112,7 @@ class Choice:
             if status is RequestStatus.STOPPED:
                 self._finish(piece, "stop", token if token in generation.params.stop_token_ids else None)
             elif status is RequestStatus.REPETITION:
-                self._finish(piece, "stop", "repetition")
+                self._finish(piece, "repetition", "repetition_detected")
             else:
                 self._finish(piece, "length", None)
         if self.done and self._waiting:

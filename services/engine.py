@@ -19,6 +19,8 @@ from protocol.channels import ChannelError, ClientChannel, new_instance
 from protocol.columns import i32, pack_u64, u64
 from protocol.messages import (
     Abort,
+    Control,
+    ControlReply,
     Finished,
     Goodbye,
     Hello,
@@ -34,14 +36,15 @@ from protocol.messages import (
 )
 from services.chain import Chain
 from services.config import ApiConfig
-from services.errors import ApiError
-from services.journal import Call, Generation
+from services.errors import ApiError, ended, unavailable
+from services.journal import Call, Generation, RecentCalls, Terms
 from services.metrics import ApiMetrics
 
 log = logging.getLogger("triptych.engine")
 
 TICK_S = 0.2
 COSTS_WAIT_S = 0.5
+CONTROL_WAIT_S = 5.0
 _MASK64 = (1 << 64) - 1
 
 
@@ -62,6 +65,9 @@ class Engine:
         self.instance = new_instance()
         self.epoch = 0
         self.calls: set[Call] = set()
+        self.recent = RecentCalls()
+        self.bounds_waiting = False
+        """True once the scheduler has ended a request for having waited too long: from then on any may end so."""
         self._config = config
         self._metrics = metrics
         self._clock = clock
@@ -72,6 +78,7 @@ class Engine:
         self._live: dict[int, Generation] = {}
         self._stopping: dict[int, Generation] = {}
         self._aborts: list[int] = []
+        self._questions: dict[int, asyncio.Future[ControlReply]] = {}
         self._flush_planned = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -154,10 +161,7 @@ class Engine:
         call: Call,
         prompt: bytes,
         params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-        tenant: str = "",
+        terms: Terms,
     ) -> Generation:
         """Add one generation to a call and send it, now or as soon as a scheduler is there. `prompt`: i32 column."""
         request_id = self._next_id
@@ -167,12 +171,16 @@ class Engine:
             prompt,
             params,
             arrival_ns=self._wall_ns(),
-            priority=priority,
             label=call.label,
-            cache_salt=cache_salt,
-            tenant=tenant,
+            priority=terms.priority,
+            cache_salt=terms.cache_salt,
+            tenant=terms.tenant,
+            timeout_ms=terms.timeout_ms,
+            deadline_ms=terms.deadline_ms,
+            routing_key=terms.routing_key,
         )
         generation = Generation(call, len(call.generations), submit, call.arrived)
+        self.recent.add(call, request_id)
         call.generations.append(generation)
         self._live[request_id] = generation
         self.calls.add(call)
@@ -204,6 +212,21 @@ class Engine:
             else:
                 self._metrics.generation_over(generation, self._clock())
 
+    async def ask(self, action: str, arguments: dict[str, str]) -> ControlReply:
+        """Put a question to the scheduler. ApiError 503 if there is none, or none that answers in time."""
+        assert self._loop is not None
+        nonce = self._random_bits(63)
+        answer: asyncio.Future[ControlReply] = self._loop.create_future()
+        self._questions[nonce] = answer
+        try:
+            self._channel.send(Control(nonce, action, arguments))
+            async with asyncio.timeout(CONTROL_WAIT_S):
+                return await answer
+        except (ChannelError, TimeoutError) as error:
+            raise unavailable("The scheduler does not answer", "engine_unavailable") from error
+        finally:
+            del self._questions[nonce]
+
     def refuse_all(self, error: ApiError) -> None:
         """End every live generation with `error`, and any that may still be submitted."""
         self.chain.refuse(error)
@@ -216,7 +239,7 @@ class Engine:
     def _send(self, generation: Generation) -> None:
         """Send a Submit within the session. A full link leaves it unsent for the next tick, a bad value ends it."""
         try:
-            self._channel.send(generation.resume())
+            self._channel.send(generation.resume(self._clock()))
             generation.sent = True
         except ChannelError as error:
             log.warning("request %d waits for the link: %s", generation.id, error)
@@ -270,6 +293,10 @@ class Engine:
             self._on_outputs(message)
         elif isinstance(message, SchedulerStatus):
             self.chain.update(message, message.limits)
+        elif isinstance(message, ControlReply):
+            question = self._questions.get(message.nonce)
+            if question is not None and not question.done():
+                question.set_result(message)
         elif isinstance(message, Welcome):
             self._on_welcome(message)
         elif isinstance(message, Refused):
@@ -359,6 +386,7 @@ class Engine:
 
     def _on_rejected(self, rejected: Rejected) -> None:
         generation = self._live.get(rejected.id)
+        self._note_code(rejected.code)
         if generation is not None:
             self._fail(
                 generation,
@@ -370,6 +398,10 @@ class Engine:
                     retry_after_s=rejected.retry_after_s,
                 ),
             )
+
+    def _note_code(self, code: str) -> None:
+        if code == "waiting_timeout":
+            self.bounds_waiting = True
 
     def _on_finished(self, finished: Finished) -> None:
         stopped = self._stopping.get(finished.id)
@@ -396,9 +428,11 @@ class Engine:
 
     def _finish(self, generation: Generation, finished: Finished) -> None:
         self._live.pop(generation.id, None)
-        if finished.status.name in ("ERROR", "ABORTED"):
-            message = finished.message or f"The request was ended by the scheduler ({finished.status.name.lower()})"
-            generation.error = ApiError(500, message, code=finished.code or finished.status.name.lower())
+        if finished.status in (RequestStatus.ERROR, RequestStatus.ABORTED, RequestStatus.IGNORED):
+            self._note_code(finished.code)
+            name = finished.status.name.lower()
+            message = finished.message or f"The request was ended by the scheduler ({name})"
+            generation.error = ended(finished.code or name, message)
         else:
             generation.finished = finished
         generation.touch()

@@ -16,7 +16,17 @@ NOT_FOUND = "not_found_error"
 RATE_LIMIT = "rate_limit_error"
 OVERLOADED = "overloaded_error"
 SERVER = "server_error"
+RETRY_AFTER_S = 1
 
+_ENDS = {
+    "context_length_exceeded": 400,
+    "kv_capacity_exceeded": 400,
+    "invalid_grammar": 400,
+    "queue_full": 503,
+    "displaced": 503,
+    "waiting_timeout": 503,
+    "draining": 503,
+}
 _TYPES = {401: AUTHENTICATION, 403: AUTHENTICATION, 404: NOT_FOUND, 429: RATE_LIMIT, 503: OVERLOADED}
 
 
@@ -87,6 +97,12 @@ def from_status(status: int, detail: str = "") -> ApiError:
 def internal() -> ApiError:
     """500, without details that belong into the log."""
     return ApiError(500, "Internal server error; the server's log has the details", code="internal_error")
+
+
+def ended(code: str, message: str) -> ApiError:
+    """What a request's end by the scheduler is to the client; a reason that is not known is a 500."""
+    status = _ENDS.get(code, 500)
+    return ApiError(status, message, code=code, retry_after_s=RETRY_AFTER_S if status == 503 else 0)
 
 
 def unavailable(message: str, code: str = "unavailable", retry_after_s: int = 5) -> ApiError:

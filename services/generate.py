@@ -18,7 +18,7 @@ from services.bodies import ClientGone, send_body
 from services.choice import Choice, Piece, TextOptions
 from services.errors import ApiError, internal
 from services.formats import Format, Usage, Whole
-from services.journal import Call
+from services.journal import Call, Terms
 from services.sse import EventStream
 from services.state import ApiState
 
@@ -41,13 +41,11 @@ class Job:
     n: int
     options: TextOptions
     format: Format
+    terms: Terms
     stream: bool
     include_usage: bool = False
     continuous_usage: bool = False
     chunk_token_ids: bool = False
-    priority: int = 0
-    cache_salt: str = ""
-    tenant: str = ""
 
 
 class Generator:
@@ -80,21 +78,24 @@ class Generator:
                     self._call,
                     column,
                     _with_choice(prompt.params, index),
-                    priority=job.priority,
-                    cache_salt=job.cache_salt,
-                    tenant=job.tenant,
+                    job.terms,
                 )
                 choice = Choice(generation, self._state.text.tokenizer, prompt.ids, job.options, engine.stop)
                 self._choices.append(choice)
                 self._prompt_ids.append(prompt.ids)
 
     async def _decided(self) -> None:
-        """Wait until the scheduler has taken every choice; its refusal of one refuses the request."""
+        """Wait until the scheduler has taken every choice; its refusal of one refuses the request.
+
+        Where waiting may end in a refusal, a stream's headers also wait for the first token of every choice.
+        """
+        hold = self._job.stream and bool(self._job.terms.timeout_ms or self._state.engine.bounds_waiting)
         while True:
             for choice in self._choices:
                 if choice.error is not None:
                     raise choice.error
-            if all(choice.generation.decided for choice in self._choices):
+            generations = [choice.generation for choice in self._choices]
+            if all(generation.begun if hold else generation.decided for generation in generations):
                 return
             await self._changed()
 

@@ -7,13 +7,27 @@ fills it from the link, the routes read it.
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
 from protocol.columns import pack_i32
 from protocol.messages import Finished, RequestStatus, SamplingParams, Submit, TokenLogprobs
 from services.errors import ApiError
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How a request wants to be queued, as in its Submit. Zero and "" leave a thing to the scheduler."""
+
+    priority: int = 0
+    cache_salt: str = ""
+    tenant: str = ""
+    timeout_ms: int = 0
+    deadline_ms: int = 0
+    routing_key: str = ""
 
 
 class Generation:
@@ -121,9 +135,10 @@ class Generation:
 class Call:
     """One HTTP request and the one thing its handler waits on. Belongs to one event loop."""
 
-    def __init__(self, clock: Callable[[], float], label: str = "") -> None:
+    def __init__(self, clock: Callable[[], float], label: str = "", tenant: str = "") -> None:
         self.clock = clock
         self.label = label
+        self.tenant = tenant
         self.arrived = clock()
         self.generations: list[Generation] = []
         self.ready: list[Generation] = []
@@ -170,3 +185,23 @@ class Call:
         for generation in news:
             generation.pending = False
         return news
+
+
+class RecentCalls:
+    """The wire ids of the calls that came last, by label. A label that is used again stands for the newer call."""
+
+    def __init__(self, size: int = 1000) -> None:
+        self._ids: OrderedDict[str, list[int]] = OrderedDict()
+        self._size = size
+
+    def add(self, call: Call, request_id: int) -> None:
+        """Note one more generation of a call."""
+        if not call.generations:
+            self._ids.pop(call.label, None)
+        self._ids.setdefault(call.label, []).append(request_id)
+        if len(self._ids) > self._size:
+            self._ids.popitem(last=False)
+
+    def ids(self, label: str) -> list[int]:
+        """The ids of a call's generations in the order of its choices; empty if the call is not known (any more)."""
+        return list(self._ids.get(label, ()))

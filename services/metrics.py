@@ -16,6 +16,7 @@ from services.journal import Generation
 
 # Buckets in seconds: from a tiny model on a fast device (1 ms a token) to a large one under load.
 # fmt: off
+FINISH_REASONS = ("stop", "length", "repetition", "error", "aborted")
 TOKEN_SECONDS = (
     0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0,
     2.5, 5.0, 10.0,
@@ -121,7 +122,7 @@ class ApiMetrics:
         self._generation_tokens = counter("generation_tokens_total", "Tokens received from the scheduler.")
         self._finished = counter(
             "requests_finished_total",
-            "Generations (choices) ended, by reason: stop, length, error, aborted.",
+            "Generations (choices) ended, by reason: stop, length, repetition, error, aborted.",
             "finish_reason",
         )
         self._disconnects = counter(
@@ -152,7 +153,7 @@ class ApiMetrics:
         self.resubmitted = self._resubmitted.labels(model)
         self.lost_tokens = self._lost_tokens.labels(model)
         self.duplicate_tokens = self._duplicate_tokens.labels(model)
-        self.finished = {r: self._finished.labels(model, r) for r in ("stop", "length", "error", "aborted")}
+        self.finished = {r: self._finished.labels(model, r) for r in FINISH_REASONS}
 
     def token_counts(self) -> tuple[float, float]:
         """Prompt tokens and generated tokens so far."""

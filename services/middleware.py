@@ -18,6 +18,7 @@ log = logging.getLogger("triptych.api")
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
 MODEL_ROUTE = "/v1/models/{name}"
+TIMELINE_ROUTE = "/v1/requests/{id}/timeline"
 MAX_REQUEST_ID = 128
 MAX_AUTHORIZATION = 4096
 CLIENT_CLOSED_REQUEST = 499
@@ -69,6 +70,8 @@ class Edge:
         """The route for metrics: a client can't make up new label values."""
         if path in self._paths:
             return path
+        if path.startswith("/v1/requests/") and path.endswith("/timeline"):
+            return TIMELINE_ROUTE
         return MODEL_ROUTE if path.startswith("/v1/models/") else "other"
 
 

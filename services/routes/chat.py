@@ -7,6 +7,7 @@ from services.conversation import tokenize_chat
 from services.errors import invalid
 from services.formats import ChatFormat
 from services.generate import Job
+from services.journal import Call
 from services.routes.endpoint import GenerationEndpoint
 from services.sampling import num_choices, ranged
 from services.schema import ChatRequest
@@ -18,7 +19,7 @@ class Chat(GenerationEndpoint[ChatRequest]):
     request_type = ChatRequest
     id_prefix = "chatcmpl"
 
-    async def prepare(self, request: ChatRequest, limits: Limits, tenant: str) -> Job:
+    async def prepare(self, request: ChatRequest, limits: Limits, call: Call) -> Job:
         """Check everything and build the job."""
         n = num_choices(request, 1, self.state.config.max_choices)
         logprobs = self._logprobs(request, limits)
@@ -39,7 +40,7 @@ class Chat(GenerationEndpoint[ChatRequest]):
             n=n,
             options=text_options,
             format=ChatFormat(
-                self.head(),
+                self.head(call),
                 self.state.text.tokenizer,
                 logprobs=logprobs,
                 usage_null=bool(options and options.include_usage),
@@ -49,9 +50,7 @@ class Chat(GenerationEndpoint[ChatRequest]):
             include_usage=bool(options and options.include_usage),
             continuous_usage=bool(options and options.continuous_usage_stats),
             chunk_token_ids=bool(request.return_token_ids),
-            priority=ranged(request.priority, 0, "priority", -(2**31), 2**31 - 1),
-            cache_salt=request.cache_salt or "",
-            tenant=tenant or request.user or "",
+            terms=self.terms(request, call),
         )
 
     def _logprobs(self, request: ChatRequest, limits: Limits) -> int:

@@ -8,6 +8,7 @@ from protocol.messages import Limits
 from services.errors import invalid, unsupported
 from services.formats import CompletionFormat
 from services.generate import Job
+from services.journal import Call
 from services.routes.endpoint import GenerationEndpoint
 from services.sampling import check_ids, num_choices, ranged
 from services.schema import CompletionRequest, decode_field
@@ -24,7 +25,7 @@ class Completions(GenerationEndpoint[CompletionRequest]):
     request_type = CompletionRequest
     id_prefix = "cmpl"
 
-    async def prepare(self, request: CompletionRequest, limits: Limits, tenant: str) -> Job:
+    async def prepare(self, request: CompletionRequest, limits: Limits, call: Call) -> Job:
         """Check everything and build the job."""
         logprobs: int = ranged(request.logprobs, -1, "logprobs", 0, limits.max_logprobs)
         if request.echo and logprobs >= 0:
@@ -57,7 +58,7 @@ class Completions(GenerationEndpoint[CompletionRequest]):
             n=n,
             options=self.options(request, logprobs),
             format=CompletionFormat(
-                self.head(),
+                self.head(call),
                 self.state.text.tokenizer,
                 logprobs=logprobs,
                 usage_null=bool(options and options.include_usage),
@@ -68,9 +69,7 @@ class Completions(GenerationEndpoint[CompletionRequest]):
             include_usage=bool(options and options.include_usage),
             continuous_usage=bool(options and options.continuous_usage_stats),
             chunk_token_ids=bool(request.return_token_ids),
-            priority=ranged(request.priority, 0, "priority", -(2**31), 2**31 - 1),
-            cache_salt=request.cache_salt or "",
-            tenant=tenant or request.user or "",
+            terms=self.terms(request, call),
         )
 
     def _texts(self, request: CompletionRequest) -> list[str] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
@@ -17,8 +16,8 @@ from services.choice import TextOptions
 from services.errors import invalid, unavailable
 from services.formats import Head
 from services.generate import Generator, Job, Prompt
-from services.journal import Call
-from services.sampling import build_params, output_limit, room, seed_of, stop_strings
+from services.journal import Call, Terms
+from services.sampling import build_params, milliseconds, output_limit, ranged, room, seed_of, stop_strings
 from services.sse import DisconnectWatch
 from services.state import ApiState
 
@@ -42,10 +41,10 @@ class GenerationEndpoint(ABC, Generic[R]):
         if state.draining:
             raise unavailable("The server is shutting down", "shutting_down")
         body = await state.read_body(scope, receive)
-        call = Call(state.clock, scope["state"]["request_id"])
+        call = Call(state.clock, scope["state"]["request_id"], scope["state"].get("tenant", ""))
         with DisconnectWatch(receive, call):
             try:
-                job = await self._job(body, scope["state"].get("tenant", ""))
+                job = await self._job(body, call)
                 await Generator(state, call, job).run(receive, send)
             except asyncio.CancelledError:
                 if call.disconnected:  # housekeeping gave up a client that doesn't read
@@ -54,7 +53,7 @@ class GenerationEndpoint(ABC, Generic[R]):
             finally:
                 state.engine.release(call)
 
-    async def _job(self, body: bytes, tenant: str) -> Job:
+    async def _job(self, body: bytes, call: Call) -> Job:
         request, unknown = schema.decode(body, self.request_type)
         self.state.note_unknown(unknown)
         self.state.check_model(request.model)
@@ -62,20 +61,32 @@ class GenerationEndpoint(ABC, Generic[R]):
             raise invalid("stream_options: only allowed with stream", "stream_options")
         if request.cache_salt == "":
             raise invalid("cache_salt: must not be empty", "cache_salt")
-        for name, text in (("cache_salt", request.cache_salt), ("user", request.user)):
+        names = {"cache_salt": request.cache_salt, "user": request.user, "routing_key": request.routing_key}
+        for name, text in names.items():
             if text is not None and len(text) > MAX_NAME:
                 raise invalid(f"{name}: {len(text)} characters, at most {MAX_NAME} are allowed", name, "out_of_range")
-        return await self.prepare(request, await self.state.engine.chain.wait_for_limits(), tenant)
+        return await self.prepare(request, await self.state.engine.chain.wait_for_limits(), call)
 
     @abstractmethod
-    async def prepare(self, request: R, limits: Limits, tenant: str) -> Job:
+    async def prepare(self, request: R, limits: Limits, call: Call) -> Job:
         """The job for a body; raises ApiError for anything that can't be served."""
 
     # --- shared steps ---------------------------------------------------------------------------------------
 
-    def head(self) -> Head:
-        """A new answer's id, time and model."""
-        return Head(f"{self.id_prefix}-{secrets.token_hex(16)}", int(self.state.wall()), self.state.model)
+    def head(self, call: Call) -> Head:
+        """A new answer's id (the request's with the endpoint's prefix, as vLLM makes it), time and model."""
+        return Head(f"{self.id_prefix}-{call.label}", int(self.state.wall()), self.state.model)
+
+    def terms(self, request: R, call: Call) -> Terms:
+        """How the request is queued. With API keys the key stands for the tenant, else the user does."""
+        return Terms(
+            priority=ranged(request.priority, 0, "priority", -(2**31), 2**31 - 1),
+            cache_salt=request.cache_salt or "",
+            tenant=call.tenant or request.user or "",
+            timeout_ms=milliseconds(request.timeout, "timeout"),
+            deadline_ms=milliseconds(request.deadline, "deadline"),
+            routing_key=request.routing_key or "",
+        )
 
     def params(self, request: R, limits: Limits, logprobs: int) -> SamplingParams:
         """Sampling parameters without a token limit, with a seed."""

@@ -58,7 +58,7 @@ def test_a_pool_smaller_than_the_length_that_was_asked_for_is_refused_with_numbe
 @pytest.mark.parametrize("available", [0, 1, 100 << 20])
 def test_no_memory_is_a_refusal_that_shows_the_reading_and_never_a_negative_pool(available: int) -> None:
     with pytest.raises(StartError, match=r"holds 0 tokens.*GiB available.*kept for the largest step.*memory_util"):
-        pool_size(config(), NEEDS, available)
+        pool_size(config(max_num_batched_tokens=2048), NEEDS, available)
 
 
 def test_a_length_beyond_the_models_context_is_refused() -> None:
