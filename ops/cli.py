@@ -38,6 +38,8 @@ commands:
   api         one API service: HTTP and text
   scheduler   one scheduler: decides what runs
   runner      one runner: holds the weights and computes
+  ctl         pause, drain, change settings of a running scheduler, ask what it does (`triptych ctl --help`)
+  explain     why a request took as long as it did (`triptych explain ID`)
   bench       load generators and measurements (`triptych bench --help`)
   costs       what KV memory, recompute and swap cost for a model, and where the last two tie
   version     print the version
@@ -91,6 +93,16 @@ def _costs(argv: list[str]) -> int:
     from ops.costs import main as costs
 
     return costs(argv)
+
+
+def _ctl(argv: list[str]) -> int:
+    from ops.ctl import main as ctl
+
+    return ctl(argv)
+
+
+def _explain(argv: list[str]) -> int:
+    return _ctl(["explain", *argv])
 
 
 def _serve(argv: list[str]) -> int:
@@ -168,6 +180,8 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "api": _role("api"),
     "scheduler": _role("scheduler"),
     "runner": _role("runner"),
+    "ctl": _ctl,
+    "explain": _explain,
     "bench": _bench,
     "costs": _costs,
 }

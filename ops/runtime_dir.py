@@ -103,6 +103,31 @@ def sweep(base: str) -> list[str]:
     return swept
 
 
+def live(environ: Mapping[str, str]) -> list[str]:
+    """The directories that `create` made and whose owner lives, newest first."""
+    found: list[tuple[int, str]] = []
+    for base in _bases(environ):
+        try:
+            with open(os.path.join(base, _SWEEP_LOCK)) as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # so that looking doesn't get in the way of a start
+                for entry in Path(base).glob(_PREFIX + "*"):
+                    if _is_locked(str(entry)):
+                        found.append((entry.stat().st_mtime_ns, str(entry)))
+        except OSError:
+            continue  # nobody has ever started anything there
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _is_locked(path: str) -> bool:
+    try:
+        os.close(_lock(path))
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass  # removed meanwhile, or not ours
+    return False
+
+
 def _bases(environ: Mapping[str, str]) -> list[str]:
     bases = [f"/tmp/triptych-{os.getuid()}"]
     if environ.get("XDG_RUNTIME_DIR"):

@@ -473,7 +473,9 @@ class ClientChannel(Generic[R]):
                     self._disconnect()
                 return False
             if message.code != wire.BAD_FRAME:
+                asked = self._last_hello
                 self._disconnect()
+                self._last_hello = asked  # the next Hello in its time: at once would ask as fast as the peer refuses
             return True
         if not self.connected:
             self.stats.stale_frames += 1

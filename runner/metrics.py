@@ -94,6 +94,7 @@ class RunnerMetrics:
         self._rows = histogram("step_rows", "Requests in one step.", ROW_BUCKETS)
         self._step_tokens = histogram("step_tokens", "Tokens computed in one step.", TOKEN_BUCKETS)
         self._idle = counter("idle_seconds_total", "Time between steps with no step to execute.")
+        self._copying = counter("copy_seconds_total", "Time in steps that copies of swapped KV blocks took.")
         self._residents = gauge("resident_requests", "Requests whose state is in the runner's batch.")
         self._cached = gauge("cached_blocks", "KV blocks whose content is known by hash and may be reused.")
         self._load_seconds = gauge("load_seconds", "Time it took to load the model.")
@@ -119,6 +120,7 @@ class RunnerMetrics:
         self._seconds.observe(result.execute_ns / 1e9)
         self._queued.observe(result.queue_ns / 1e9)
         self._idle.inc(result.idle_ns / 1e9)
+        self._copying.inc(result.copy_ns / 1e9)
         window.steps += 1
         window.busy_ns += result.execute_ns
         window.idle_ns += result.idle_ns

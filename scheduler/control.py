@@ -80,6 +80,8 @@ def _reset_prefix_cache(core: CoreScheduler, arguments: dict[str, str]) -> Any:
         for request in reversed(core.table.requests()):
             core.preempt(request, may_swap=False)
             request.incarnation += 1  # what is in flight was computed on content that is to be forgotten
+        for request in list(core.requests.values()):
+            core.drop_kept(request)
     forgotten = len(core.pool.cached)
     core.pool.reset_cache()
     core.filled.clear()
@@ -104,7 +106,10 @@ def _set(core: CoreScheduler, arguments: dict[str, str]) -> Any:
     if config.max_num_seqs > core.table.capacity and "max_num_seqs" in changed:
         most = core.table.capacity
         raise ControlError("invalid_argument", f"max_num_seqs {config.max_num_seqs}: this process was built for {most}")
-    core.adopt(config)
+    try:
+        core.adopt(config)
+    except ValueError as error:
+        raise ControlError("invalid_argument", str(error)) from error
     log.warning("settings changed: %s", ", ".join(f"{name}={value}" for name, value in changed.items()))
     return status(core, {})
 
@@ -207,16 +212,29 @@ def _explained(found: dict[str, Any]) -> dict[str, Any]:
     sentences.append(f"It waited {found['queue_ms']:.1f} ms to be admitted.")
     if found["bypassed"]:
         sentences.append(f"{found['bypassed']} requests that fitted were let past it meanwhile.")
-    for event in found["events"]:
+    for index, event in enumerate(found["events"]):
         if event["event"] == "preempted":
-            whom = f"request {event['by']}" if event["by"] else "the scheduler itself"
-            sentences.append(
-                f"At {event['ms']:.1f} ms it was preempted for {whom} with {event['computed']} tokens computed "
-                f"({event['recovery']})."
-            )
+            back = next((later for later in found["events"][index:] if later["event"] == "admitted"), None)
+            sentences.append(_preemption(found["id"], event, back))
     if found["replayed_tokens"]:
         sentences.append(f"{found['replayed_tokens']} tokens had to be computed again.")
     return found | {"explanation": sentences}
+
+
+def _preemption(request_id: str, event: dict[str, Any], back: dict[str, Any] | None) -> str:
+    """One preemption and what came of it, as a sentence."""
+    whom = f"request {event['by']} ({event['by_label'] or 'no label'})"
+    if not event["by"]:
+        whom = "an operator's order or a lost runner"
+    elif event["by"] == request_id:
+        whom = "its own next block, since none was free and no other was to give way"
+    text = (
+        f"At {event['ms']:.1f} ms it was preempted for {whom}, with {event['computed']} tokens computed "
+        f"({event['recovery']})"
+    )
+    if back is None:
+        return f"{text} and has not come back."
+    return f"{text}; {back['ms'] - event['ms']:.1f} ms later it came back, {back['replayed']} tokens to compute again."
 
 
 ACTIONS: dict[str, Callable[[CoreScheduler, dict[str, str]], Any]] = {

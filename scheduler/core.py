@@ -39,7 +39,7 @@ from scheduler.outbox import Outbox
 from scheduler.passes import Flight, Pass, is_queued
 from scheduler.policies.admission import AdmissionTest, Running
 from scheduler.policies.batch import Counts
-from scheduler.presets import choose
+from scheduler.presets import Strategies, choose
 from scheduler.request import Request
 from scheduler.suspension import Suspension
 from scheduler.table import RowTable, SlotArray
@@ -70,10 +70,15 @@ class CoreScheduler(Scheduler):
         self.step_id = 0
         self._arrivals = 0
         self._tenants: dict[str, int] = {}
-        self.strategies = choose(config, limits.block_size)
+        self._flips = self._flips_before = 0
+        self.strategies = self.choose_strategies(config, limits.block_size)
         self.waiting = WaitingRoom(self.strategies.queue, self._max_age_ns())
         self.external = External(self)
         self._install(limits, hash_key)
+
+    def choose_strategies(self, config: SchedulerConfig, block_size: int) -> Strategies:
+        """The five decisions for a configuration. A subclass that changes one of them starts here."""
+        return choose(config, block_size)
 
     def _max_age_ns(self) -> int:
         return int(self.config.max_queue_age_s * 1e9) if self.strategies.preset.guarded else 0
@@ -237,10 +242,7 @@ class CoreScheduler(Scheduler):
         request.incarnation += 1
         request.blocks, request.kept = blocks, 0
         self.suspension.empty(request)
-        now = self.now()
-        if not request.first_admitted_ns:
-            request.first_admitted_ns = now
-            self.stats.queue_seconds.append((now - request.arrival_ns) / 1e9)
+        self.note_admission(request)
         if request.num_cached < 0:
             request.num_cached = min(start, request.num_prompt)
             self.stats.prompt_tokens += request.num_prompt
@@ -251,7 +253,7 @@ class CoreScheduler(Scheduler):
         replayed = max(0, request.high_water - start)
         request.num_replayed += replayed
         self.stats.replayed_tokens += replayed
-        request.timeline.add(now, "admitted", cached=start, replayed=replayed, held=dict(request.held))
+        request.timeline.add(self.now(), "admitted", cached=start, replayed=replayed, held=dict(request.held))
         params = request.params
         usual_end = not params.eos_token_ids or set(params.eos_token_ids) == set(self.limits.eos_token_ids)
         repetition = params.repetition_max_pattern > 0
@@ -262,6 +264,12 @@ class CoreScheduler(Scheduler):
         while sealed < start // self.block_size and self.pool.hash_of[blocks[sealed]] is not None:
             sealed += 1
         return self.table.enter(request, start, sealed, watched, tenant)
+
+    def note_admission(self, request: Request) -> None:
+        """The wait for the first admission is over."""
+        if not request.first_admitted_ns:
+            now = request.first_admitted_ns = self.now()
+            self.stats.queue_seconds.append((now - request.arrival_ns) / 1e9)
 
     def advance(self, slots: SlotArray, counts: Counts) -> npt.NDArray[np.bool_]:
         """These rows will compute `counts` more tokens. Returns which of them sample: those that reach their target."""
@@ -322,19 +330,30 @@ class CoreScheduler(Scheduler):
         request.transition(S.PREEMPTED)
         request.num_preemptions += 1
         self.stats.preemptions += 1
+        may_swap = may_swap and not request.open  # a session may have nothing to compute when it comes back
         swapped = may_swap and self.suspension.swap(request, computed)
         self.pool.release(request.blocks)
         request.blocks = []
         way = "swap" if swapped else "recompute"
-        request.timeline.add(self.now(), "preempted", by=needy.id if needy else 0, computed=computed, recovery=way)
+        by = {"by": str(needy.id), "by_label": needy.label} if needy else {"by": "", "by_label": ""}
+        request.timeline.add(self.now(), "preempted", **by, computed=computed, recovery=way)
         if swapped:
             self.waiting.swapped.append(request)
         else:
             self.waiting.push(request, self.now(), keep_place=not self.strategies.preset.victims_rejoin_tail)
 
-    def running_columns(self) -> Running:
-        """The running rows as admission sees them."""
-        table, rows = self.table, self.table.order
+    def drop_kept(self, request: Request) -> None:
+        """A request that doesn't run gives up the KV it has kept, on the device or the host, to compute it again."""
+        if request.slot < 0:
+            self.suspension.forget(request)
+            request.high_water = max(request.high_water, request.kept)
+            self.pool.release(request.blocks)
+            request.blocks, request.kept = [], 0
+
+    def running_columns(self, rows: SlotArray | None = None) -> Running:
+        """The running rows, or these of them, as admission sees them."""
+        table = self.table
+        rows = table.order if rows is None else rows
         return Running(table.blocks[rows], table.prompt[rows], table.known[rows], table.total[rows])
 
     # --- requests end ---------------------------------------------------------------------------------------
@@ -385,6 +404,9 @@ class CoreScheduler(Scheduler):
         this.run()
         if this.preempted:
             self._after_preemptions(this, before)
+        if self.strategies.queue.flips != self._flips:
+            self._flips = self.strategies.queue.flips
+            log.info("queue order changed with its length: %d wait", len(self.waiting))
         step = this.build(self.step_id + 1)
         if step is None:
             return None
@@ -402,13 +424,18 @@ class CoreScheduler(Scheduler):
 
     def _after_preemptions(self, this: Pass, ratio_before: float | None) -> None:
         self.strategies.admission.preempted(self.running_columns())
-        ratio = self.strategies.admission.ratio
+        ratio, recovery = self.strategies.admission.ratio, self.strategies.recovery
         log.warning(
-            "preempted %d requests (%s): %d running, %d waiting, %d of %d blocks free%s",
-            len(this.preempted), ", ".join(str(request.id) for request in this.preempted[:4]), len(self.table),
-            len(self.waiting), self.pool.num_free, self.pool.num_usable,
+            "preempted %d requests (%s): %d running, %d waiting, %d of %d blocks free%s%s",
+            len(this.preempted),
+            ", ".join(str(request.id) for request in this.preempted[:4]),
+            len(self.table),
+            len(self.waiting),
+            self.pool.num_free,
+            self.pool.num_usable,
             f", ratio {ratio_before:.3f} -> {ratio:.3f}" if ratio is not None else "",
-        )  # fmt: skip
+            f"; {recovery.last}" if recovery.last else "",
+        )
 
     def update(self, result: StepResult) -> None:
         results.apply(self, result)
@@ -443,9 +470,13 @@ class CoreScheduler(Scheduler):
             self.pool.adopt(list(blocks), list(hashes))
 
     def adopt(self, config: SchedulerConfig) -> None:
-        """Go on under another configuration: strategies are made anew, the queue moves over, running rows stay."""
+        """Go on under another configuration: strategies that it changes are made anew, the queue moves over, running
+        rows stay. Raises ValueError, with nothing changed, for one that makes no sense."""
+        self.strategies = choose(config, self.block_size, self.strategies)
         self.config = config
-        self.strategies = choose(config, self.block_size)
+        if self.strategies.queue is not self.waiting.queue:
+            self._flips_before += self.waiting.queue.flips
+            self._flips = 0
         self.waiting.reorder(self.strategies.queue, self._max_age_ns())
         self.token_budget = self._token_budget()
         self.table.limit = min(config.max_num_seqs, self.table.capacity)
@@ -495,7 +526,7 @@ class CoreScheduler(Scheduler):
         stats.evictions = self.pool.evictions
         stats.swapped_out_blocks = self.suspension.swapped_out_blocks
         stats.draining = self.draining
-        stats.queue_flips = self.strategies.queue.flips
+        stats.queue_flips = self._flips_before + self.strategies.queue.flips
         stats.new_token_ratio = self.strategies.admission.ratio
         return stats
 

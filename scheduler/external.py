@@ -14,6 +14,7 @@ import msgspec
 from protocol.columns import pack_i32
 from protocol.messages import CompileGrammar, Extend, FetchKv, GrammarStatus, KvStatus, RequestStatus
 from scheduler.request import Request
+from scheduler.validation import wrong_token
 
 if TYPE_CHECKING:
     from scheduler.core import CoreScheduler
@@ -33,7 +34,7 @@ class External:
     # --- grammars -------------------------------------------------------------------------------------------
 
     def wait_for_grammar(self, request: Request) -> None:
-        """A request that has just arrived may enter once the runner has compiled its grammar."""
+        """A request that isn't queued may enter once the (present) runner has compiled its grammar."""
         request.transition(S.WAITING_FOR_GRAMMAR)
         self._core.waiting.parked[request.id] = request
         self.order_grammar(request)
@@ -53,7 +54,7 @@ class External:
             core.finish(request, S.ERROR)
             return
         request.timeline.add(core.now(), "grammar_ready")
-        self._queue_again(request, keep_place=False)
+        self._queue_again(request, keep_place=request.first_admitted_ns > 0)
 
     # --- KV from elsewhere ----------------------------------------------------------------------------------
 
@@ -109,6 +110,7 @@ class External:
         """An open request has nothing to compute: it keeps its blocks, and waits for its next part without a slot."""
         self._core.waiting.remove(request)
         request.transition(S.RUNNING)  # it was admitted, to nothing
+        self._core.note_admission(request)
         self._park(request, blocks, kept)
 
     def saw_admission(self, request: Request) -> None:
@@ -142,6 +144,11 @@ class External:
         core = self._core
         if request.slot >= 0:
             self._leave_row(request)
+        wrong = wrong_token(message.tokens, core.limits)
+        if wrong:
+            request.end_code, request.end_message = "invalid_token_id", "tokens" + wrong
+            core.finish(request, S.IGNORED)
+            return
         request.data += message.tokens
         request.num_prompt = request.num_tokens
         request.open = not message.last
@@ -170,6 +177,9 @@ class External:
                 self._queue_again(request, keep_place=True)
             elif request.status == S.WAITING_FOR_GRAMMAR:
                 self.order_grammar(request)
+        for request in [request for request in core.waiting.queue if request.params.grammar]:
+            core.waiting.remove(request)
+            self.wait_for_grammar(request)
 
     def holders(self) -> Iterable[list[int]]:
         """The blocks that transfers hold."""

@@ -6,7 +6,8 @@ admissions are touched one by one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,8 @@ class Flight:
     sampled_ids: npt.NDArray[np.uint64]
     num_tokens: int
     num_copied: int
+    swapped: list[tuple[int, int]]
+    """(id, incarnation) of the requests whose KV this step copies to the host."""
 
 
 @dataclass(slots=True)
@@ -82,6 +85,11 @@ class Pass:
     @property
     def _anything(self) -> bool:
         return any(len(served.slots) for served in self._served)
+
+    @property
+    def _others(self) -> bool:
+        """Whether a newcomer would share the batch: rows of a prefill-first step that decode come later, but come."""
+        return self._anything or (self.core.strategies.batch.prefill_first and len(self.core.table) > 0)
 
     # --- rows that run --------------------------------------------------------------------------------------
 
@@ -164,23 +172,48 @@ class Pass:
             return
         allowed = core.strategies.batch.admissions(len(core.table), len(core.waiting), core.table.limit)
         core.strategies.admission.begin(core.running_columns(), core.pool.num_free)
-        while allowed > 0 and core.waiting.swapped:
-            head = core.waiting.swapped[0]
+        while allowed > 0 and (head := core.waiting.next_swapped()) is not None:
             bound = self._limits_hold() or self._return(head)
-            if bound is not None:
+            if bound is not None and not (bound == AdmissionTest.BLOCKS and self._reclaim(head)):
                 core.hold(head, bound)
                 return
-            allowed -= 1
+            allowed -= bound is None
         while allowed > 0:
-            first = next(core.waiting.candidates(core.view, core.now()), None)
-            if first is None or not core.may_enter(first):
+            bound = self._limits_hold()
+            first = self._first(exact=bound is None)
+            if first is None:
                 return
-            bound = self._enter(first)
+            bound = bound or self._enter(first)
+            if bound == AdmissionTest.BLOCKS and self._reclaim(first):
+                continue
             if bound is not None:
                 core.hold(first, bound)
                 if self._make_way(first, bound) or not self._pass_by(first, bound):
                     return
             allowed -= 1
+
+    def _first(self, *, exact: bool) -> Request | None:
+        """The next one who may enter. While a plain limit holds, the order isn't made anew just to name the head."""
+        waiting, core = self.core.waiting, self.core
+        if core.paused != "no":
+            return next(filter(core.may_enter, waiting.candidates(core.view, core.now())), None)
+        if not exact:
+            return waiting.front(core.now())
+        return next(waiting.candidates(core.view, core.now()), None)
+
+    def _reclaim(self, head: Request) -> bool:
+        """When nothing runs, what keeps the head out are blocks of requests that don't: the newest gives its up.
+
+        It computes them again, or hits those that nobody has overwritten by then.
+        """
+        core = self.core
+        if len(core.table) or self._anything:
+            return False
+        holder = core.waiting.newest_holder(head)
+        if holder is not None:
+            core.drop_kept(holder)
+            core.strategies.admission.begin(core.running_columns(), core.pool.num_free)
+        return holder is not None
 
     def _limits_hold(self) -> AdmissionTest | None:
         """The two plain limits: tokens left in this step, slots left in the batch."""
@@ -220,7 +253,7 @@ class Pass:
             count = min((known - 1 if request.open else known) - start, self.cap, self.budget)
             first = max(0, -(-(start + count) // size) - len(hit))
         candidate = self._candidate(request, hit, first)
-        bound = core.strategies.admission.test(candidate, pool.num_free, pool.num_blocks, self._anything)
+        bound = core.strategies.admission.test(candidate, pool.num_free, pool.num_blocks, self._others)
         if bound is not None:
             return bound
         if not held:
@@ -258,7 +291,7 @@ class Pass:
             return AdmissionTest.TOKENS  # the token that its last step sampled is still in flight
         now, whole = -(-(kept + count) // size), -(-known // size)
         candidate = Candidate(now=now, whole=whole, known_tokens=known, total_tokens=request.max_total)
-        bound = core.strategies.admission.test(candidate, pool.num_free, pool.num_blocks, self._anything)
+        bound = core.strategies.admission.test(candidate, pool.num_free, pool.num_blocks, self._others)
         if bound is not None:
             return bound
         blocks = pool.take(now)
@@ -289,26 +322,54 @@ class Pass:
     def _make_way(self, head: Request, bound: AdmissionTest) -> bool:
         """An urgent head takes slots or blocks from running requests that are less urgent by more than the threshold.
 
-        All or nothing, counting its whole prompt. Nobody else enters in this pass.
+        All or nothing, counting its whole prompt and what the victims share with it, with one another and with others.
+        Nobody else enters in this pass, and nobody has: a newcomer may rely on blocks that a victim was to fill.
         """
         core, threshold = self.core, self.core.config.priority_preemption_threshold
-        if core.strategies.queue.name != "priority" or threshold < 0 or bound == AdmissionTest.TOKENS:
+        if core.strategies.queue.name != "priority" or threshold < 0 or bound == AdmissionTest.TOKENS or self._new:
             return False
-        running = core.table.requests()
-        candidate = self._candidate(head, core.find_hit(head), 0)
-        victims = make_room(
-            head.priority,
-            core.strategies.admission.lacking(candidate, core.pool.num_free, core.pool.num_blocks, self._anything),
-            1 if len(core.table) >= core.table.limit else 0,
-            [Holder(r.priority, r.arrival, core.pool.count_recoverable(r.blocks)) for r in running],
-            threshold=threshold,
-        )
+        table = core.table
+        if not len(table) or int(table.priority[table.order].max()) - head.priority <= threshold:
+            return False
+        running = table.requests()
+        holders = [Holder(r.priority, r.arrival, core.pool.count_recoverable(r.blocks)) for r in running]
+        slots = 1 if len(table) >= table.limit else 0
+        victims = make_room(head.priority, 0, slots, holders, threshold=threshold)
+        while victims is not None and (lacking := self._lacking_without(head, [running[i] for i in victims])) > 0:
+            need = sum(holders[i].frees for i in victims) + lacking  # at least one more must leave
+            more = make_room(head.priority, need, max(slots, len(victims) + 1), holders, threshold=threshold)
+            victims = more
         if not victims:
             return False
         for index in victims:
             self._preempt(running[index], head)
         core.strategies.admission.begin(core.running_columns(), core.pool.num_free)
         return self._enter(head) is None
+
+    def _lacking_without(self, head: Request, victims: list[Request]) -> int:
+        """Blocks that admission would still ask for if these had left. Touches nothing."""
+        core, pool, size = self.core, self.core.pool, self.core.block_size
+        leaving = Counter(block for victim in victims for block in victim.blocks)
+        freed = sum(1 for block, count in leaving.items() if pool.refs[block] == count)
+        hit = head.blocks or core.find_hit(head)
+        final = (head.num_tokens - 1 if head.open else head.num_tokens) - len(hit) * size
+        first = max(0, -(-min(final, self.cap, self.core.token_budget) // size))
+        candidate = self._candidate(head, hit, first)
+        if not head.blocks:
+            shared = sum(1 for block in hit if leaving[block] and pool.refs[block] == leaving[block])
+            candidate = replace(
+                candidate,
+                now=candidate.now + shared,
+                whole=candidate.whole + shared,
+                reused=candidate.reused + shared,
+            )
+        gone = {victim.slot for victim in victims}
+        rows = core.table.order[[slot not in gone for slot in core.table.order.tolist()]]
+        admission, free = core.strategies.admission, pool.num_free + freed
+        admission.begin(core.running_columns(rows), free)
+        lacking = admission.lacking(candidate, free, pool.num_blocks, len(rows) > 0)
+        admission.begin(core.running_columns(), pool.num_free)
+        return lacking
 
     # --- the step -------------------------------------------------------------------------------------------
 
@@ -326,8 +387,9 @@ class Pass:
         ids = table.id[slots]
         copies = (len(core.suspension.copies) + len(self._swap_in)) // 2
         self.flight = Flight(
-            step_id, ids, table.incarnation[slots], slots[sampled], ids[sampled], self.num_tokens, copies
-        )
+            step_id, ids, table.incarnation[slots], slots[sampled], ids[sampled], self.num_tokens, copies,
+            core.suspension.copied,
+        )  # fmt: skip
         rows = np.empty(table.capacity, np.int32)
         rows[slots] = np.arange(len(slots), dtype=np.int32)
         grown = list(self._grown)

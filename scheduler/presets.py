@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from scheduler.config import SchedulerConfig
@@ -77,15 +78,42 @@ def chosen(config: SchedulerConfig) -> Preset:
     return preset
 
 
-def choose(config: SchedulerConfig, block_size: int) -> Strategies:
-    """The strategies of a configuration."""
+def tenant_weights(parts: Sequence[str]) -> dict[str, float]:
+    """Shares from `tenant=weight` texts. Raises ValueError for what is no text of this form or no positive number."""
+    weights = {}
+    for part in parts:
+        name, _, text = part.rpartition("=")
+        try:
+            weights[name] = float(text)
+        except ValueError:
+            weights[name] = 0.0
+        if not name or not 0 < weights[name] < float("inf"):
+            raise ValueError(f"tenant_weights: {part!r} is not tenant=weight with a weight above 0")
+    return weights
+
+
+def choose(config: SchedulerConfig, block_size: int, previous: Strategies | None = None) -> Strategies:
+    """The strategies of a configuration; of `previous`, those that would be made the same, with all they have learned.
+
+    Raises ValueError for tenant weights that are none.
+    """
+    fresh = _make(config, block_size)
+    if previous is None:
+        return fresh
+    kept = {}
+    for field in ("queue", "admission", "batch", "victim", "recovery"):
+        old, new = getattr(previous, field), getattr(fresh, field)
+        if old.name == new.name and getattr(old, "options", None) == getattr(new, "options", None):
+            kept[field] = old
+    return replace(fresh, **kept)
+
+
+def _make(config: SchedulerConfig, block_size: int) -> Strategies:
     preset = chosen(config)
-    weights = dict(part.rsplit("=", 1) for part in config.tenant_weights)
+    weights = tenant_weights(config.tenant_weights)
     return Strategies(
         queue=QUEUE_POLICIES[preset.queue](
-            QueueOptions(
-                config.queue_seed, config.queue_fallback_waiting, weights={k: float(v) for k, v in weights.items()}
-            )
+            QueueOptions(config.queue_seed, config.queue_fallback_waiting, weights=weights)
         ),
         admission=ADMISSION_POLICIES[preset.admission](
             AdmissionOptions(block_size, config.watermark, config.schedule_conservativeness, config.clip_max_new_tokens)

@@ -18,7 +18,7 @@ TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     S.WAITING_FOR_REMOTE_KV: frozenset({S.WAITING}) | _FINISHED,
     S.WAITING_FOR_INPUT: frozenset({S.WAITING}) | _FINISHED,
     S.RUNNING: frozenset({S.PREEMPTED, S.WAITING_FOR_INPUT}) | _FINISHED,
-    S.PREEMPTED: frozenset({S.RUNNING}) | _FINISHED,
+    S.PREEMPTED: frozenset({S.RUNNING, S.WAITING_FOR_GRAMMAR}) | _FINISHED,
 } | {status: frozenset[RequestStatus]() for status in _FINISHED}
 
 

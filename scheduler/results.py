@@ -7,6 +7,7 @@ that position next; anything else is stale and dropped, whatever the order in wh
 from __future__ import annotations
 
 import logging
+from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -123,6 +124,8 @@ def _apply_late(
         return
     request.data += token.to_bytes(4, "little", signed=True)
     core.stats.generated_tokens += 1
+    if core.strategies.queue.wants_charges:
+        core.strategies.queue.charge({request.tenant: OUTPUT_COST})
     core.outbox.add_tokens(
         np.array([request.peer], np.int32),
         np.array([request_id], np.uint64),
@@ -218,6 +221,7 @@ def _fail_row(core: CoreScheduler, error: RowError) -> None:
         request.end_code, request.end_message = error.code, error.message
         for block in request.blocks:
             core.pool.forget(block)  # whatever made this row fail may be in its KV: nobody else shall read it
+        core.filled = [entry for entry in core.filled if core.pool.hash_of[entry[0]] == entry[1]]
         core.finish(request, S.ERROR)
 
 
@@ -232,8 +236,12 @@ def _fail(core: CoreScheduler, flight: Flight, failure: StepFailure) -> None:
     for step_id, block, block_hash in core.registered:
         if step_id >= flight.step_id and core.pool.hash_of[block] == block_hash:
             core.pool.forget(block)
-    core.registered.clear()
+    core.registered = deque(entry for entry in core.registered if entry[0] < flight.step_id)
     core.filled.clear()
+    for request_id, incarnation in flight.swapped:  # their copies were not made
+        request = core.requests.get(request_id)
+        if request is not None and request.incarnation == incarnation:
+            core.suspension.forget(request)
     for request_id, incarnation in zip(flight.ids.tolist(), flight.incarnations.tolist(), strict=True):
         request = core.requests.get(request_id)
         if request is None or request.incarnation != incarnation:
@@ -246,8 +254,5 @@ def _fail(core: CoreScheduler, flight: Flight, failure: StepFailure) -> None:
             continue
         if request.status == S.RUNNING:
             core.preempt(request, may_swap=False)
-        core.suspension.forget(request)
-        if request.status == S.WAITING_FOR_INPUT:
-            core.pool.release(request.blocks)
-            request.blocks, request.kept = [], 0
+        core.drop_kept(request)
         request.incarnation += 1

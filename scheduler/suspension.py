@@ -24,6 +24,8 @@ class Suspension:
         self._host = HostPool(host_blocks)
         self.rates = MeasuredRates()
         self.copies: list[int] = []
+        self.copied: list[tuple[int, int]] = []
+        """(id, incarnation) of the requests that `copies` belong to."""
         self.swapped_out_blocks = 0
         self._emptied: list[int] = []
 
@@ -39,6 +41,7 @@ class Suspension:
         request.kept = computed
         for pair in zip(request.blocks, request.host_blocks, strict=False):
             self.copies += pair
+        self.copied.append((request.id, request.incarnation))
         self.swapped_out_blocks += num_blocks
         return True
 
@@ -58,7 +61,7 @@ class Suspension:
 
     def step_sent(self) -> None:
         """A step with all copies so far is on its way."""
-        self.copies = []
+        self.copies, self.copied = [], []
         self._host.release(self._emptied)
         self._emptied = []
 

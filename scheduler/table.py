@@ -38,6 +38,7 @@ class RowTable:
         self.sealed = np.zeros(capacity, np.int32)
         self.peer = np.zeros(capacity, np.int32)
         self.tenant = np.zeros(capacity, np.int32)
+        self.priority = np.zeros(capacity, np.int64)
         self.heeds_eos = np.zeros(capacity, np.bool_)
         self.watched = np.zeros(capacity, np.bool_)
         self.live = np.zeros(capacity, np.bool_)
@@ -78,6 +79,7 @@ class RowTable:
         self.sealed[slot] = sealed
         self.peer[slot] = request.peer
         self.tenant[slot] = tenant
+        self.priority[slot] = request.priority
         self.heeds_eos[slot] = not (watched or request.params.ignore_eos)
         self.watched[slot] = watched
         self.live[slot] = True

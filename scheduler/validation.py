@@ -5,6 +5,8 @@ from __future__ import annotations
 from protocol.columns import i32
 from protocol.messages import Limits, Rejected, Submit
 
+MAX_PRIORITY = (1 << 31) - 1
+
 
 def check_submit(submit: Submit, limits: Limits, known: bool) -> Rejected | None:
     """The rejection for a request that can never run, or None. `known`: a live request has this id already."""
@@ -12,10 +14,21 @@ def check_submit(submit: Submit, limits: Limits, known: bool) -> Rejected | None
     def refuse(code: str, message: str, param: str) -> Rejected:
         return Rejected(submit.id, code, message, 400, 0, param)
 
+    if not 0 <= submit.id < 1 << 64:
+        return refuse("invalid_id", f"id is {submit.id}; ids are unsigned 64-bit integers", "id")
     if known:
         return Rejected(submit.id, "duplicate_id", f"a request with id {submit.id} is live already", 409, 0, "id")
     if len(submit.prompt) % 4 or len(submit.emitted) % 4:
         return refuse("invalid_tokens", "token columns are not whole 32-bit integers", "prompt")
+    if submit.open and submit.emitted:
+        return refuse("invalid_open", "a request that has outputs can't have more of its prompt to come", "open")
+    if abs(submit.priority) > MAX_PRIORITY:
+        text = f"priority is {submit.priority}; it goes from {-MAX_PRIORITY} to {MAX_PRIORITY}"
+        return refuse("invalid_priority", text, "priority")
+    params = submit.params
+    if params.repetition_max_pattern > 0 and params.repetition_min_count < 2:
+        text = f"repetition_min_count is {params.repetition_min_count}; one copy of a pattern repeats nothing"
+        return refuse("invalid_repetition", text, "repetition_min_count")
     num_prompt = len(submit.prompt) >> 2
     if num_prompt == 0:
         return refuse("empty_prompt", "the prompt has no tokens", "prompt")
@@ -37,13 +50,17 @@ def check_submit(submit: Submit, limits: Limits, known: bool) -> Rejected | None
             "prompt",
         )
     for name, column in (("prompt", submit.prompt), ("emitted", submit.emitted)):
-        tokens = i32(column)
-        outside = (tokens < 0) | (tokens >= limits.vocab_size)
-        if outside.any():
-            index = int(outside.argmax())
-            return refuse(
-                "invalid_token_id",
-                f"{name}[{index}] is {int(tokens[index])}; ids go from 0 to {limits.vocab_size - 1}",
-                "prompt",
-            )
+        wrong = wrong_token(column, limits)
+        if wrong:
+            return refuse("invalid_token_id", name + wrong, "prompt")
     return None
+
+
+def wrong_token(column: bytes, limits: Limits) -> str:
+    """What is wrong with the ids of an i32 column, as "[index] is …"; empty if nothing is."""
+    tokens = i32(column)
+    outside = (tokens < 0) | (tokens >= limits.vocab_size)
+    if not outside.any():
+        return ""
+    index = int(outside.argmax())
+    return f"[{index}] is {int(tokens[index])}; ids go from 0 to {limits.vocab_size - 1}"

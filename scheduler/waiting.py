@@ -10,6 +10,7 @@ import heapq
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 
+from protocol.messages import RequestStatus
 from scheduler.policies.queue import QueuePolicy, QueueView
 from scheduler.request import Request
 
@@ -61,9 +62,35 @@ class WaitingRoom:
             if request is not oldest:
                 yield request
 
+    def front(self, now_ns: int) -> Request | None:
+        """Who stands first by the age bound or the order as it was last made."""
+        oldest = next(iter(self._by_age.values()), None)
+        if oldest is not None and self._max_age_ns and now_ns - oldest.queued_ns > self._max_age_ns:
+            return oldest
+        return self.queue.front()
+
+    def next_swapped(self) -> Request | None:
+        """The swapped request to return next: before the whole queue, except that urgency goes before all in one by
+        priority, among the swapped and against the queue."""
+        if not self.swapped:
+            return None
+        if self.queue.name != "priority":
+            return self.swapped[0]
+        first = min(self.swapped, key=lambda request: (request.priority, request.arrival))
+        front = self.queue.front()
+        return None if front is not None and front.priority < first.priority else first
+
+    def newest_holder(self, head: Request) -> Request | None:
+        """The latest of those that hold blocks without running, `head` apart; sessions between two parts come first."""
+        parked = [r for r in self.parked.values() if r.blocks and r.status == RequestStatus.WAITING_FOR_INPUT]
+        queued = [r for r in self.queue if r.blocks and r is not head]
+        return max(parked or queued, key=lambda request: request.arrival, default=None)
+
     def reorder(self, queue: QueuePolicy, max_age_ns: int) -> None:
         """Go on with another policy; nobody is lost, and equal keys keep their order of arrival."""
         self._max_age_ns = max_age_ns
+        if queue is self.queue:
+            return
         for request in sorted(self.queue, key=lambda request: request.arrival):
             queue.push(request)
         self.queue = queue

@@ -139,6 +139,7 @@ class Predictive(AdmissionPolicy):
     def __init__(self, options: AdmissionOptions) -> None:
         super().__init__(options)
         self._controller = RatioController(options.conservativeness)
+        self._running: tuple[Running, int] | None = None
         self._budget: PrefillBudget | None = None
 
     @property
@@ -146,7 +147,14 @@ class Predictive(AdmissionPolicy):
         return self._controller.value
 
     def begin(self, running: Running, free: int) -> None:
-        size = self.options.block_size
+        self._running, self._budget = (running, free), None
+
+    def _opened(self) -> PrefillBudget:
+        """The budget of this pass; made when somebody is first offered, since most passes admit nobody."""
+        if self._budget is not None:
+            return self._budget
+        assert self._running is not None, "begin comes first"
+        (running, free), size = self._running, self.options.block_size
         unallocated = int(np.maximum(running.known - running.held * size, 0).sum())
         lengths = zip(running.prompt.tolist(), running.known.tolist(), running.total.tolist(), strict=True)
         self._budget = PrefillBudget(
@@ -156,9 +164,9 @@ class Predictive(AdmissionPolicy):
             max_prefill_tokens=UNBOUNDED,
             running=[Runner(prompt, known - prompt, total - prompt) for prompt, known, total in lengths],
         )
+        return self._budget
 
     def test(self, candidate: Candidate, free: int, total: int, others_scheduled: bool) -> AdmissionTest | None:
-        assert self._budget is not None, "begin comes first"
         if candidate.whole > free:
             return AdmissionTest.BLOCKS
         size = self.options.block_size
@@ -168,15 +176,14 @@ class Predictive(AdmissionPolicy):
             max_new=candidate.total_tokens - candidate.known_tokens,
             pinned=candidate.reused * size,
         )
-        granted = self._budget.offer(offer).extend > 0
+        granted = self._opened().offer(offer).extend > 0
         return None if granted or not others_scheduled else AdmissionTest.BLOCKS
 
     def lacking(self, candidate: Candidate, free: int, total: int, others_scheduled: bool) -> int:
-        assert self._budget is not None, "begin comes first"
         size = self.options.block_size
         future = min(candidate.total_tokens - candidate.known_tokens, self.options.clip_max_new_tokens)
         wanted = candidate.whole * size + future + size
-        return max(candidate.whole - free, -int((self._budget.rem_total - wanted) // size) + 1)
+        return max(candidate.whole - free, -int((self._opened().rem_total - wanted) // size) + 1)
 
     def stepped(self) -> None:
         self._controller.decay()
@@ -194,6 +201,8 @@ class Credit(AdmissionPolicy):
     """Reserve all that a request can ever hold, ⌈(P + N - 1)/B⌉ blocks, as a credit; pages are taken as tokens come.
 
     Active credits never exceed the pool, so nobody is ever preempted. What the prefix cache would save is not counted.
+    What those that don't run hold (sessions between two parts, transfers) counts: the free blocks must cover all that
+    the running may still take.
     """
 
     name = "credit"
@@ -201,10 +210,12 @@ class Credit(AdmissionPolicy):
     def __init__(self, options: AdmissionOptions) -> None:
         super().__init__(options)
         self._active = 0
+        self._to_come = 0
 
     def begin(self, running: Running, free: int) -> None:
-        size = self.options.block_size
-        self._active = int((-(-(running.total - 1) // size)).sum())
+        credits = -(-(running.total - 1) // self.options.block_size)
+        self._active = int(credits.sum())
+        self._to_come = int((credits - running.held).sum())
 
     def _credit(self, candidate: Candidate) -> int:
         return -(-(candidate.total_tokens - 1) // self.options.block_size)
@@ -213,10 +224,16 @@ class Credit(AdmissionPolicy):
         return AdmissionTest.BLOCKS if self.lacking(candidate, free, total, others_scheduled) > 0 else None
 
     def lacking(self, candidate: Candidate, free: int, total: int, others_scheduled: bool) -> int:
-        return max(self._active + self._credit(candidate) - (total - 1), candidate.now - free)
+        over = self._active + self._credit(candidate) - (total - 1)
+        return max(over, self._to_come + self._yet_to_take(candidate) - free)
+
+    def _yet_to_take(self, candidate: Candidate) -> int:
+        known = -(-candidate.known_tokens // self.options.block_size)
+        return max(self._credit(candidate) - known + candidate.whole, candidate.now)
 
     def admitted(self, candidate: Candidate) -> None:
         self._active += self._credit(candidate)
+        self._to_come += self._yet_to_take(candidate) - candidate.now
 
 
 ADMISSION_POLICIES: dict[str, Callable[[AdmissionOptions], AdmissionPolicy]] = {

@@ -10,16 +10,15 @@ import heapq
 import random
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from scheduler.policies import orders
 from scheduler.request import Request
 
-NEAR = 64
-"""How many waiters an order by a key can name: nobody looks further past the head."""
+Entry = TypeVar("Entry", bound=tuple[float, int, int] | tuple[float, str])
 
 
 class QueueView(Protocol):
@@ -86,6 +85,10 @@ class QueuePolicy(ABC):
     def __iter__(self) -> Iterator[Request]:
         """All requests, in no particular order."""
 
+    def front(self) -> Request | None:
+        """Who was next when the order was last made: good enough to say who is held back, and free of charge."""
+        return next(iter(self), None)
+
     def peek(self, view: QueueView) -> Request:
         """The next request. Raises IndexError when empty."""
         for request in self.ordered(view):
@@ -134,6 +137,19 @@ class Fcfs(QueuePolicy):
         return iter(self._queue.values())
 
 
+def in_order(heap: Sequence[Entry]) -> Iterator[Entry]:
+    """The entries of a heap, smallest first, in O(k log k) for the k that are looked at: the heap stays as it is.
+
+    An entry's children are no smaller, so the next one is always among the children of those given already.
+    """
+    frontier = [(heap[0], 0)] if heap else []
+    while frontier:
+        entry, index = heapq.heappop(frontier)
+        yield entry
+        for child in range(2 * index + 1, min(2 * index + 3, len(heap))):
+            heapq.heappush(frontier, (heap[child], child))
+
+
 class _Heap(QueuePolicy):
     """An order by a key that never changes while a request waits."""
 
@@ -160,17 +176,20 @@ class _Heap(QueuePolicy):
             heapq.heapify(self._heap)
 
     def ordered(self, view: QueueView) -> Iterator[Request]:
-        heap, members = self._heap, self._members
-        while heap and heap[0][2] not in members:
-            heapq.heappop(heap)
-        if heap:
-            first = members[heap[0][2]]
-            yield first
-            seen = {first.id}
-            for entry in heapq.nsmallest(NEAR, heap):  # only whoever looks past the head pays for this
-                if entry[2] in members and entry[2] not in seen:
-                    seen.add(entry[2])
-                    yield members[entry[2]]
+        first = self.front()
+        if first is None:
+            return
+        yield first
+        seen = {first.id}  # who came back has two equal entries until the older one is swept away
+        for _, _, request_id in in_order(self._heap):
+            if request_id in self._members and request_id not in seen:
+                seen.add(request_id)
+                yield self._members[request_id]
+
+    def front(self) -> Request | None:
+        while self._heap and self._heap[0][2] not in self._members:
+            heapq.heappop(self._heap)
+        return self._members[self._heap[0][2]] if self._heap else None
 
     def __len__(self) -> int:
         return len(self._members)
@@ -241,6 +260,13 @@ class _Windowed(Fcfs):
             self._order = self.sort(list(self._queue.values()), view)
         return iter(self._order)
 
+    def front(self) -> Request | None:
+        if not self._fallen_back:
+            for request in self._order:
+                if self._queue.get(request.id) is request:
+                    return request
+        return super().front()
+
 
 class Arranged(_Windowed):
     """One of the orders of `scheduler.policies.orders` that look at the cache or at what runs."""
@@ -288,9 +314,10 @@ class Fair(QueuePolicy):
     """Weighted fair service over tenants by virtual token counters (arXiv 2401.00588).
 
     The tenant that has been served least, per unit of its weight, is next; within a tenant first come, first served.
-    A tenant that comes back from idleness starts at the smallest counter among the busy ones: it can't save up.
-    Two tenants that always have work never differ by more than twice what one admission can cost
-    (the paper's bound: 2·max(input cost, output cost of a full batch)).
+    A tenant that comes back from idleness is lifted to the smallest counter among those that wait, or to that of the
+    last one that did: it can't save up. While two tenants always have requests waiting, what they have been served per
+    unit of weight differs by at most twice U = max(largest prompt, OUTPUT_COST * tokens that the pool holds) / the
+    smallest weight (the paper's theorem 4.4).
     """
 
     name = "fair"
@@ -300,15 +327,34 @@ class Fair(QueuePolicy):
         self.counters: dict[str, float] = {}
         self._tenants: dict[str, OrderedDict[int, Request]] = {}
         self._size = 0
+        self._heap: list[tuple[float, str]] = []  # once for each tenant; counters only grow, so an old one is too small
+        self._listed: set[str] = set()
+        self._last_left = ""
 
     def _queue_of(self, request: Request) -> OrderedDict[int, Request]:
-        queue = self._tenants.get(request.tenant)
+        tenant = request.tenant
+        queue = self._tenants.get(tenant)
         if queue is None:
-            busy = [self.counters[tenant] for tenant in self._tenants]
-            known = self.counters.get(request.tenant, 0.0)
-            self.counters[request.tenant] = max(known, min(busy)) if busy else known
-            queue = self._tenants[request.tenant] = OrderedDict()
+            least = self._least() or self._last_left
+            self.counters[tenant] = max(self.counters.get(tenant, 0.0), self.counters.get(least, 0.0))
+            queue = self._tenants[tenant] = OrderedDict()
+            if tenant not in self._listed:
+                self._listed.add(tenant)
+                heapq.heappush(self._heap, (self.counters[tenant], tenant))
         return queue
+
+    def _least(self) -> str:
+        """The waiting tenant with the smallest counter; empty if nobody waits."""
+        while self._heap:
+            counter, tenant = self._heap[0]
+            if tenant not in self._tenants:
+                heapq.heappop(self._heap)
+                self._listed.remove(tenant)
+            elif counter < self.counters[tenant]:
+                heapq.heapreplace(self._heap, (self.counters[tenant], tenant))
+            else:
+                return tenant
+        return ""
 
     def push(self, request: Request) -> None:
         self._queue_of(request)[request.id] = request
@@ -325,11 +371,27 @@ class Fair(QueuePolicy):
         del queue[request.id]
         if not queue:
             del self._tenants[request.tenant]
+            self._last_left = request.tenant
         self._size -= 1
 
     def ordered(self, view: QueueView) -> Iterator[Request]:
-        for tenant in sorted(self._tenants, key=lambda name: (self.counters[name], name)):
-            yield from self._tenants[tenant].values()
+        self._least()
+        frontier = [(self._heap[0], 0)] if self._heap else []
+        while frontier:  # as `in_order`, but an entry that is behind its counter is put off to where it belongs
+            (counter, tenant), index = heapq.heappop(frontier)
+            if index >= 0:
+                for child in range(2 * index + 1, min(2 * index + 3, len(self._heap))):
+                    heapq.heappush(frontier, (self._heap[child], child))
+            if tenant not in self._tenants:
+                continue
+            if counter < self.counters[tenant]:
+                heapq.heappush(frontier, ((self.counters[tenant], tenant), -1))
+            else:
+                yield from self._tenants[tenant].values()
+
+    def front(self) -> Request | None:
+        tenant = self._least()
+        return next(iter(self._tenants[tenant].values())) if self._tenants else None
 
     def charge(self, served: Mapping[str, float]) -> None:
         for tenant, tokens in served.items():

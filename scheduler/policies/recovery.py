@@ -69,6 +69,8 @@ class RecoveryPolicy(ABC):
     """Decides whether a victim's KV is copied to the host or dropped."""
 
     name: str
+    last = ""
+    """The newest choice in words, with its numbers, where there was one to make."""
 
     @abstractmethod
     def swaps(self, loss: Loss, host: HostPool, rates: MeasuredRates) -> bool:
@@ -102,10 +104,6 @@ class Auto(RecoveryPolicy):
 
     name = "auto"
     probe_tokens = 256
-
-    def __init__(self) -> None:
-        self.last: str = ""
-        """The newest choice in words, with its numbers."""
 
     def swaps(self, loss: Loss, host: HostPool, rates: MeasuredRates) -> bool:
         if not 0 < loss.num_blocks <= host.num_free:

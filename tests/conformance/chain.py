@@ -85,6 +85,7 @@ class Chain:
             "TRIPTYCH_RUNNER_ADDRESS": socket_path(self.directory, "runner"),
             "TRIPTYCH_LEASE_S": str(LEASE_S),
             "TRIPTYCH_RUNNER_SILENCE_S": str(LEASE_S),
+            "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath))),
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", "")))),
         }
         clean = {name: value for name, value in os.environ.items() if not name.startswith("TRIPTYCH_")}

@@ -28,6 +28,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs(capability, ...): skipped for a scheduler that lacks one of these")
+    unknown = set(lacked(config)) - set(CAPABILITIES)
+    if unknown:
+        raise pytest.UsageError(f"--scheduler-lacks: {', '.join(sorted(unknown))}; there are {', '.join(CAPABILITIES)}")
+
+
+def lacked(config: pytest.Config) -> list[str]:
+    """What the command line says that the scheduler can't do."""
+    return [name.strip() for name in config.getoption("--scheduler-lacks", "").split(",") if name.strip()]
 
 
 def subjects(config: pytest.Config) -> list[Subject]:
@@ -35,13 +43,8 @@ def subjects(config: pytest.Config) -> list[Subject]:
     command = config.getoption("--scheduler", None)
     if not command:
         return list(SUBJECTS)
-    lacks = [name.strip() for name in config.getoption("--scheduler-lacks", "").split(",") if name.strip()]
-    unknown = set(lacks) - set(CAPABILITIES)
-    if unknown:
-        raise pytest.UsageError(f"--scheduler-lacks: {', '.join(sorted(unknown))}; there are {', '.join(CAPABILITIES)}")
-    return [
-        Subject("yours", tuple(shlex.split(command)), lacks=dict.fromkeys(lacks, "declared with --scheduler-lacks"))
-    ]
+    reasons = dict.fromkeys(lacked(config), "declared with --scheduler-lacks")
+    return [Subject("yours", tuple(shlex.split(command)), lacks=reasons)]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -264,6 +264,7 @@ class ApiEnd:
         emitted: int = 0,
         resumed: bool = False,
         priority: int = 0,
+        timeout_ms: int = 0,
         **params: Any,
     ) -> None:
         """Ask for a completion of `prompt` (ids, or how many). `emitted` outputs are here already."""
@@ -279,7 +280,7 @@ class ApiEnd:
         self.send(
             Submit(
                 request_id, pack_i32(tokens), sampling, pack_i32(known), time.time_ns(), priority,
-                cache_salt=cache_salt, resumed=resumed,
+                cache_salt=cache_salt, resumed=resumed, timeout_ms=timeout_ms,
             )
         )  # fmt: skip
 

@@ -116,11 +116,11 @@ class Judge:
         self._check_envelope(step)
         for request_id in u64(step.left).tolist():
             self._forget(request_id)
+        ids, counts = u64(step.ids).tolist(), i32(step.num_tokens).tolist()
+        self._grow(step, ids)  # first: a new request may share a page that a row grows by and fills in this very step
         for new in step.new:
             self._arrive(new)
-        ids, counts = u64(step.ids).tolist(), i32(step.num_tokens).tolist()
         self._check_map(ids, counts)
-        self._grow(step, ids)
         failure = failure or self._counts_on_void(step)
         seen = Seen(
             step.epoch, step.step_id, dict(zip(ids, counts, strict=True)), {n.id: n.num_computed for n in step.new}

@@ -138,6 +138,11 @@ class MinimalScheduler:
         for api in self.apis.peers:
             if self.apis.silent_for(api) > self.lease_s:
                 self.drop(api, Goodbye("lease", "silent for too long"))
+        now = time.monotonic_ns()
+        for request in list(self.waiting):
+            waited_ms = (now - request.arrived_ns) // 1_000_000
+            if 0 < request.submit.timeout_ms <= waited_ms and not request.admitted_ns:
+                self.finish(request, RequestStatus.ERROR, "waiting_timeout", f"not admitted within {waited_ms} ms")
         pool = self.limits.num_blocks - 1 if self.limits else 1
         used = (pool - len(self.free)) / pool if self.limits else 0.0
         ready = "ready" if self.runner.connected else "absent"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 
-from protocol.messages import Limits
 from scheduler.config import SchedulerConfig
 from scheduler.core import CoreScheduler
 from scheduler.policies.queue import Fcfs
+from scheduler.presets import Strategies
 from scheduler.request import Request
 
 
@@ -23,6 +23,5 @@ class NewestFirstQueue(Fcfs):
 class NewestFirst(CoreScheduler):
     """Everything as in CoreScheduler, but for the queue."""
 
-    def __init__(self, config: SchedulerConfig, limits: Limits, hash_key: bytes, *, clock: Callable[[], int]) -> None:
-        super().__init__(config, limits, hash_key, clock=clock)
-        self.strategies.queue = NewestFirstQueue()
+    def choose_strategies(self, config: SchedulerConfig, block_size: int) -> Strategies:
+        return replace(super().choose_strategies(config, block_size), queue=NewestFirstQueue())

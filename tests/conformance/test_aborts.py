@@ -138,7 +138,7 @@ def test_of_an_unknown_request_or_somebody_elses_is_ignored(chain: Chain) -> Non
 
 
 def test_of_many_at_once_while_others_run(chain: Chain) -> None:
-    runner, api = chain.begin(limits(64, max_num_seqs=4))
+    _, api = chain.begin(limits(64, max_num_seqs=4))
     everyone = range(1, 31)
     for request_id in everyone:
         api.submit(request_id, 3 + request_id % 9, 30)

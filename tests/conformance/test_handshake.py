@@ -114,7 +114,7 @@ def test_frames_of_a_session_that_was_given_up_are_stale(chain: Chain) -> None:
     chain.until(lambda: len(stranger.of(Welcome)) == 2, "a second welcome")
     stranger.send(ask(chain, 1), session=1, sequence=1)
     stranger.send(Abort(pack_u64([77])), session=2, sequence=1)
-    chain.until_statuses(api, 2)
+    chain.until_statuses(api, 1)
     assert not runner.judge.steps
 
 
@@ -149,6 +149,19 @@ def test_an_occupied_runner_is_asked_again_until_it_is_free(chain: Chain) -> Non
     api.submit(1, 5, 5)
     chain.until(lambda: api.has(1), "the end")
     api.assert_complete(1)
+
+
+def test_an_occupied_runner_is_not_asked_faster_than_it_refuses(chain: Chain) -> None:
+    """Hellos come five times a second, statuses at least twice: a flood would be thousands between two of them."""
+    runner, api = chain.begin(limits())
+    runner.occupied = 100_000
+    runner.leave()
+    chain.until_statuses(api, 1)
+    asked = len(runner.hellos)
+    chain.until_statuses(api, 2)
+    assert len(runner.hellos) - asked < 20
+    runner.occupied = 0
+    chain.until_ready(api)
 
 
 def test_a_fenced_scheduler_ends_and_says_goodbye(fresh_chain: Chain) -> None:

@@ -9,7 +9,18 @@ import pytest
 
 from protocol import wire
 from protocol.columns import pack_i32, pack_u64
-from protocol.messages import Abort, Goodbye, Hello, Outputs, Refused, RequestStatus, SamplingParams, Submit, Welcome
+from protocol.messages import (
+    Abort,
+    Extend,
+    Goodbye,
+    Hello,
+    Outputs,
+    Refused,
+    RequestStatus,
+    SamplingParams,
+    Submit,
+    Welcome,
+)
 from tests.conformance.chain import Chain
 from tests.conformance.ends import limits, token_at
 from tests.conformance.judge import Asked
@@ -96,7 +107,7 @@ def test_work_that_does_not_come_back_is_told_as_stalled_or_absent(chain: Chain)
     api.submit(1, 9, 10)
     runner.holding = True
     chain.until(lambda: runner.held, "a step")
-    chain.until_statuses(api, 2)
+    chain.until_statuses(api, 1)
     assert api.status is not None and api.status.running == 1
     runner.holding = False
     runner.release()
@@ -136,7 +147,7 @@ def test_a_replayed_frame_is_dropped(chain: Chain) -> None:
     bad = Submit(5, b"", SamplingParams(4))
     for _ in range(3):
         stranger.send(bad, session=1, sequence=1)
-    chain.until_statuses(api, 2)
+    chain.until_statuses(api, 1)
     assert [len(outputs.rejected) for outputs in stranger.of(Outputs)] == [1]
 
 
@@ -221,10 +232,11 @@ def test_an_id_that_no_column_can_hold_does_not_end_the_process(chain: Chain) ->
     api.assert_complete(1)
 
 
-def test_an_abort_column_that_is_not_whole_does_not_end_the_process(chain: Chain) -> None:
+def test_columns_that_are_not_whole_do_not_end_the_process(chain: Chain) -> None:
     _, api = chain.begin(limits())
     api.submit(1, 9, 20)
     api.send(Abort(pack_u64([7])[:5]))
+    api.send(Extend(99, b"\1\0\0"))
     api.submit(2, 9, 5)
     chain.until(lambda: api.has(1, 2), "both ends")
     api.assert_complete(1, 2)

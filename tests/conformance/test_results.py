@@ -57,11 +57,9 @@ def test_a_result_that_is_about_something_else_changes_nothing(chain: Chain, wro
         "epoch": forge(due, epoch=due.epoch + 1),
     }
     if wrong in ("incarnation", "position", "id"):
-        # It answers the step that is awaited, so the true one is a repetition: the request must not be harmed by it.
-        late = chain.world.scripted
+        # It takes the place of the true result: nothing of it may count, and the next epoch goes on from before it.
         runner.send(changes[wrong])
         runner.held.popleft()
-        assert not late
         chain.until_statuses(api, 1)
         runner.leave()
     else:
@@ -95,15 +93,13 @@ def test_a_failure_with_other_steps_in_flight_behind_it_costs_no_token(chain: Ch
     runner, api = chain.begin(limits())
     api.submit(1, 20, 30)
     api.submit(2, 20, 30)
-    for _ in range(2):
-        before = len(api.tokens[1])
-        chain.until(lambda n=before: len(api.tokens[1]) > n + 3, "some tokens")
-        runner.holding = True
-        runner.failures = 1
-        chain.until(lambda: any(result.failure for result in runner.held), "a failed step")
-        chain.until_steps_stop(api)
-        runner.holding = False
-        runner.release()
+    chain.until(lambda: len(api.tokens[1]) > 3, "some tokens")
+    runner.holding = True
+    runner.failures = 1
+    chain.until(lambda: any(result.failure for result in runner.held), "a failed step")
+    chain.until_steps_stop(api)
+    runner.holding = False
+    runner.release()
     chain.until(lambda: api.has(1, 2), "both ends")
     api.assert_complete(1, 2)
 

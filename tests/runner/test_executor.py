@@ -261,3 +261,19 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
         loaded(tmp_path / "nowhere")
     with pytest.raises(StartError, match="device cuda"):
         loaded(tiny_checkpoint(tmp_path / "m"), device="cuda")
+
+
+def test_a_step_without_rows_may_swap_and_the_time_of_copies_is_reported(make: Make, greedy: list[int]) -> None:
+    made = make(fill=math.nan)
+    tokens = [tokens_of(made.run(step(1, {1: 18}, arrivals=[new(1, PROMPT, [1, 2])])))[1]]
+    out = made.run(step(2, {}, left=[1], swap_out=[1, 4, 2, 0]))
+    assert out.failure is None and out.ids == b"" and out.copy_ns > 0
+    for layer in made.pool.layers:
+        layer.fill_(math.nan)
+    back = new(1, [*PROMPT, *tokens], [6, 3], num_computed=18, num_prompt=18, incarnation=2)
+    returned = made.run(step(3, {1: 1}, arrivals=[back], swap_in=[6, 4, 3, 0]))
+    tokens.append(tokens_of(returned)[1])
+    assert returned.copy_ns > 0
+    last = made.run(step(4, {1: 1}))
+    assert last.copy_ns == 0
+    assert [*tokens, *tokens_of(last).values()] == greedy[:3]

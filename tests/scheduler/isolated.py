@@ -6,11 +6,16 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from protocol.columns import i32, pack_i32, pack_u64, u64
 from protocol.messages import (
+    Control,
+    Extend,
+    FetchKv,
     Finished,
+    KvStatus,
     Limits,
     Rejected,
     RequestStatus,
@@ -22,6 +27,7 @@ from protocol.messages import (
 )
 from scheduler.config import SchedulerConfig
 from scheduler.core import CoreScheduler
+from scheduler.request import Request
 
 Sample = Callable[[int, int], int]
 
@@ -45,6 +51,12 @@ def default_sample(request_id: int, position: int) -> int:
     return 1000 + (request_id * 7919 + position * 104729) % 40000
 
 
+SUBMIT_FIELDS = (
+    *("priority", "cache_salt", "emitted", "resumed", "tenant", "label", "routing_key", "kv_source", "open"),
+    *("timeout_ms", "deadline_ms"),
+)
+
+
 class FakeRunner:
     """Executes steps in order over an array of block contents; a read of anything not written is an error."""
 
@@ -55,16 +67,32 @@ class FakeRunner:
         self.content: list[list[int | None]] = [[None] * self.size for _ in range(limits.num_blocks)]
         self.host: list[list[int | None]] = [[None] * self.size for _ in range(limits.host_blocks)]
         self.scheduled: list[dict[int, int]] = []
+        self.void: set[int] = set()
+        self.void_pages: set[int] = set()
 
-    def execute(self, step: Step) -> StepResult:
+    def execute(self, step: Step, failure: str = "") -> StepResult:
+        """Run a step. With `failure` it fails: nothing is copied or written, and its requests are void until they
+        arrive anew, as is what they would have written."""
         for request_id in u64(step.left).tolist():
             self.rows.pop(request_id, None)
+            self.void.discard(request_id)
+        for new in step.new:  # what arrivals are given afresh is written in this step, before anybody reads
+            self.void_pages.difference_update(i32(new.block_ids).tolist()[-(-new.num_computed // self.size) :])
+        for new in step.new:
+            counted_on = i32(new.block_ids)[: -(-new.num_computed // self.size)].tolist()
+            swapped_in = set(i32(step.swap_in).tolist()[::2])
+            if self.void_pages.intersection(counted_on) - swapped_in:
+                failure = failure or "voided_page"
+        if failure:
+            return self._fail(step, failure)
         out, back = i32(step.swap_out).tolist(), i32(step.swap_in).tolist()
         for device, host in zip(out[::2], out[1::2], strict=True):
             self.host[host] = list(self.content[device])
         for device, host in zip(back[::2], back[1::2], strict=True):
             self.content[device] = list(self.host[host])
+            self.void_pages.discard(device)
         for new in step.new:
+            self.void.discard(new.id)
             self.rows[new.id] = {
                 "incarnation": new.incarnation,
                 "tokens": i32(new.tokens).tolist(),
@@ -76,12 +104,32 @@ class FakeRunner:
         assert all(count > 0 for count in counts), "a row of zero tokens"
         grown = iter(i32(step.grow_blocks).tolist())
         for row, count in zip(i32(step.grow_rows).tolist(), i32(step.grow_counts).tolist(), strict=True):
-            self.rows[ids[row]]["blocks"] += [next(grown) for _ in range(count)]
+            blocks = [next(grown) for _ in range(count)]
+            if ids[row] in self.void:
+                self.void_pages.update(blocks)
+            else:
+                self.rows[ids[row]]["blocks"] += blocks
         self.scheduled.append(dict(zip(ids, counts, strict=True)))
+        alive = [(i, n) for i, n in zip(ids, counts, strict=True) if i not in self.void]
+        ids, counts = [i for i, _ in alive], [n for _, n in alive]
         self._write(ids, counts)
         for block in i32(step.filled_blocks).tolist():
-            assert None not in self.content[block], f"block {block} is called full and is not"
+            written = None not in self.content[block] or block in self.void_pages
+            assert written, f"block {block} is called full and is not"
         return self._sample(step, ids, counts)
+
+    def _fail(self, step: Step, code: str) -> StepResult:
+        ids = u64(step.ids).tolist()
+        self.scheduled.append(dict(zip(ids, i32(step.num_tokens).tolist(), strict=True)))
+        for new in step.new:
+            self.void_pages.update(i32(new.block_ids).tolist()[new.num_computed // self.size :])
+        self.void_pages.update(i32(step.grow_blocks).tolist())
+        for request_id in ids:
+            row = self.rows.pop(request_id, None)
+            if row is not None:
+                self.void_pages.update(row["blocks"][row["computed"] // self.size :])
+        self.void.update(ids)
+        return StepResult(step.epoch, step.step_id, failure=StepFailure(code, "made to fail"))
 
     def _write(self, ids: list[int], counts: list[int]) -> None:
         for request_id, count in zip(ids, counts, strict=True):
@@ -92,6 +140,7 @@ class FakeRunner:
                 block = row["blocks"][position // self.size]
                 assert block != 0, "writes to the null block"
                 self.content[block][position % self.size] = row["tokens"][position]
+                self.void_pages.discard(block)
             row["computed"] = start + count
         for request_id in ids:
             row = self.rows[request_id]
@@ -149,12 +198,68 @@ class Isolated:
     def add(self, request_id: int, prompt: int | list[int], max_tokens: int = 4, **params: Any) -> None:
         """Add a request of `prompt` tokens (ids, or how many). Keywords of Submit go there, others are parameters."""
         tokens = prompt if isinstance(prompt, list) else [default_sample(request_id, j) for j in range(prompt)]
-        outer = {key: params.pop(key) for key in ("priority", "cache_salt", "emitted", "resumed") if key in params}
+        outer = {key: params.pop(key) for key in SUBMIT_FIELDS if key in params}
         if "emitted" in outer:
             outer["emitted"] = pack_i32(outer["emitted"])
         params.setdefault("ignore_eos", True)
         peer = params.pop("peer", 0)
         self.core.add(peer, Submit(request_id, pack_i32(tokens), SamplingParams(max_tokens, **params), **outer))
+        self.collect()
+
+    def extend(self, request_id: int, tokens: list[int], *, last: bool = False, peer: int = 0) -> None:
+        self.core.extend(peer, Extend(request_id, pack_i32(tokens), last))
+        self.collect()
+
+    def orders(self) -> list[Any]:
+        """What the runner is asked for beside steps."""
+        return self.core.take_orders()
+
+    def deliver_kv(self, order: FetchKv, tokens: list[int], arrived: int) -> None:
+        """A transfer ends: `arrived` of the prompt's `tokens` have their KV in its pages."""
+        pages, first = (
+            i32(order.block_ids).tolist(),
+            order.num_tokens - len(i32(order.block_ids)) * self.limits.block_size,
+        )
+        for position in range(first, arrived):
+            page, offset = divmod(position - first, self.limits.block_size)
+            self.runner.content[pages[page]][offset] = tokens[position]
+        self.core.on_kv_status(KvStatus(order.id, order.incarnation, arrived, "" if arrived else "no such source"))
+        self.collect()
+
+    def control(self, action: str, **arguments: str) -> Any:
+        """An operator's order; returns the body of an answer that is ok."""
+        reply = self.core.control(Control(1, action, arguments))
+        self.collect()
+        body = msgspec.json.decode(reply.body)
+        assert reply.ok, body
+        return body
+
+    def refused_control(self, action: str, **arguments: str) -> Any:
+        """An operator's order that has to be refused; returns the answer."""
+        reply = self.core.control(Control(1, action, arguments))
+        assert not reply.ok
+        return msgspec.json.decode(reply.body)
+
+    def request(self, request_id: int) -> Request:
+        return self.core.requests[request_id]
+
+    def running(self) -> list[int]:
+        """Ids in order of admission."""
+        return [request.id for request in self.core.table.requests()]
+
+    def preempt(self, request_id: int) -> None:
+        """Suspend as a pass would, between two passes; nothing happens to a request that doesn't run."""
+        request = self.core.requests.get(request_id)
+        if request is not None and request.status == RequestStatus.RUNNING:
+            self.core.preempt(request)
+
+    def lose_runner(self, limit: Limits | None = None) -> None:
+        """The runner is replaced by one that holds nothing; what was in flight never comes back."""
+        self.limits = limit or self.limits
+        self.pending.clear()
+        self.core.reset_runner(self.limits, b"n" * 16)
+        self.core.epoch += 1
+        self.runner = FakeRunner(self.limits, self.runner.sample)
         self.collect()
 
     def abort(self, *ids: int, peer: int = 0) -> None:
@@ -179,12 +284,13 @@ class Isolated:
         return scheduled
 
     def fail_next(self, code: str = "device_error") -> None:
-        """One pass whose step fails on the runner, as does everything in flight behind it."""
+        """One pass whose step fails on the runner; its result comes when it is due."""
+        self.now += 1_000_000
         step = self.core.schedule()
-        assert step is not None
-        for request_id in u64(step.ids).tolist():
-            self.runner.rows.pop(request_id, None)
-        self.core.update(StepResult(step.epoch, step.step_id, failure=StepFailure(code, "made to fail")))
+        if step is not None:
+            self.pending.append(self.runner.execute(step, code))
+        if self.pending and (len(self.pending) > self.delay or step is None):
+            self.core.update(self.pending.popleft())
         self.collect()
 
     def collect(self) -> None:

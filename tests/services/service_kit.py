@@ -97,6 +97,7 @@ class Service:
         """The scheduler forgets what a test told it."""
         assert self.scheduler is not None
         self.scheduler.forget()
+        self.state.engine.bounds_waiting = False
         self.say(ANSWER)
 
     def close(self) -> None:
