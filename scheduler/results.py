@@ -1,7 +1,8 @@
 """Applying what came back: tokens to rows by comparison, ends, failures. Never by counting what to ignore.
 
-A result's row is (request, incarnation, position). It is applied if the request still has that incarnation and expects
-that position next; anything else is stale and dropped, whatever the order in which results arrive.
+Results are applied in the order of their steps, whatever the order in which they arrive. A result's row is (request,
+incarnation, position): it counts if the request still has that incarnation and expects that position next; else it is
+stale and dropped.
 """
 
 from __future__ import annotations
@@ -30,10 +31,18 @@ OUTPUT_COST = 2.0
 
 
 def apply(core: CoreScheduler, result: StepResult) -> None:
-    """Apply a result. One of another epoch, or one that came before, changes nothing."""
-    flight = _land(core, result)
-    if flight is None:
+    """Apply a result. One of another epoch, or one that came before, changes nothing; one that comes before its turn
+    waits for it, since a token can only follow the one before."""
+    if result.epoch != core.epoch or all(flight.step_id != result.step_id for flight in core.flights):
+        log.debug("ignored the result of step %d of epoch %d", result.step_id, result.epoch)
         return
+    core.early[result.step_id] = result
+    while core.flights and core.flights[0].step_id in core.early:
+        flight = core.flights.popleft()
+        _apply(core, flight, core.early.pop(flight.step_id))
+
+
+def _apply(core: CoreScheduler, flight: Flight, result: StepResult) -> None:
     if result.failure is not None:
         _fail(core, flight, result.failure)
         return
@@ -44,16 +53,6 @@ def apply(core: CoreScheduler, result: StepResult) -> None:
     for error in result.errors:
         _fail_row(core, error)
     _apply_tokens(core, flight, result)
-
-
-def _land(core: CoreScheduler, result: StepResult) -> Flight | None:
-    if result.epoch == core.epoch:
-        for index, flight in enumerate(core.flights):
-            if flight.step_id == result.step_id:
-                del core.flights[index]
-                return flight
-    log.debug("ignored the result of step %d of epoch %d", result.step_id, result.epoch)
-    return None
 
 
 # --- tokens ---------------------------------------------------------------------------------------------------

@@ -204,7 +204,7 @@ def test_resetting_the_prefix_cache_under_load_costs_time_and_no_token(simulated
 
 
 def test_the_real_model_says_the_same_when_it_is_swapped() -> None:
-    flags = ("--dtype", "float32", "--num-blocks-override", "20", "--max-model-len", "300")
+    flags = ("--dtype", "float32", "--num-blocks-override", "20", "--max-model-len", "300", "--num-threads", "1")
     with running_server(*flags, "--swap-space-bytes", str(256 << 20), "--recovery-policy", "swap") as server:
         alone = [text_of(complete(server, prompt, max_tokens=150, temperature=0)) for prompt in PROMPTS[:3]]
         assert crowd(server, "real", temperature=0) == alone

@@ -94,9 +94,9 @@ def test_kv_from_elsewhere_saves_its_part_of_the_prompt_and_changes_no_token(
 ) -> None:
     plain = answer(api, PROMPT, salt=f"without {source}")
     number = submit(api, PROMPT, salt=f"with {source}", kv_source=source)
-    wait_until(lambda: parked(server) == {"waiting_for_remote_kv": 1}, 5, "a request that waits for its KV")
     assert api.end_of(number).status is RequestStatus.LENGTH and api.tokens[number] == plain
     happened = {event["event"]: event for event in events(server, number)}
+    assert happened["fetching_kv"]["tokens"] == 48
     assert happened["kv_arrived"]["tokens"] == arrived and happened["admitted"]["cached"] == cached
 
 

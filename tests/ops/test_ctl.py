@@ -167,14 +167,15 @@ def test_a_request_that_nobody_knows_is_exit_code_1(scheduler: Answering, tmp_pa
     assert run(tmp_path, "explain", "17") == 1
 
 
-def test_without_an_address_the_newest_live_server_is_meant(tmp_path: Path) -> None:
-    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
-    assert [path for path in live(environ) if path.startswith(str(tmp_path))] == []
+def test_without_an_address_the_newest_live_server_is_meant(runtime_dir: Path) -> None:
+    place = str(runtime_dir)  # short: a longer one would not leave room for socket names
+    environ = {"XDG_RUNTIME_DIR": place}
+    assert [path for path in live(environ) if path.startswith(place)] == []
     with RuntimeDir.create(environ) as old, RuntimeDir.create(environ) as new:
         (Path(new.path) / "scheduler.sock").touch()
-        mine = [path for path in live(environ) if path.startswith(str(tmp_path))]
+        mine = [path for path in live(environ) if path.startswith(place)]
         assert sorted(mine) == sorted([old.path, new.path]) and mine[0] == new.path
-    assert [path for path in live(environ) if path.startswith(str(tmp_path))] == []
+    assert [path for path in live(environ) if path.startswith(place)] == []
 
 
 def test_it_starts_without_torch_and_without_a_web_server() -> None:

@@ -89,7 +89,7 @@ def test_a_repeated_result_changes_nothing() -> None:
     isolated.drain()
 
 
-def test_results_out_of_order_are_applied_by_position() -> None:
+def test_a_result_that_comes_too_early_waits_for_its_turn() -> None:
     isolated = Isolated(16, delay=1)
     isolated.add(1, 10, max_tokens=4)
     isolated.add(2, 10, max_tokens=4)
@@ -102,7 +102,9 @@ def test_results_out_of_order_are_applied_by_position() -> None:
     assert not isolated.tokens, "position 11 can't be applied before position 10"
     isolated.core.update(isolated.pending.popleft())
     isolated.collect()
-    assert {i: len(t) for i, t in isolated.tokens.items()} == {1: 1, 2: 1}
+    assert {i: len(t) for i, t in isolated.tokens.items()} == {1: 2, 2: 2}
+    isolated.drain()
+    assert isolated.tokens == {i: solo_tokens(i, 10, 4) for i in (1, 2)}
 
 
 @pytest.mark.parametrize("change", ["epoch", "incarnations", "positions", "ids"])
