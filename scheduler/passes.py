@@ -171,7 +171,8 @@ class Pass:
         if not len(core.waiting):
             return
         allowed = core.strategies.batch.admissions(len(core.table), len(core.waiting), core.table.limit)
-        core.strategies.admission.begin(core.running_columns(), core.pool.num_free)
+        if self._limits_hold() is None:  # else nobody will be tested
+            core.strategies.admission.begin(core.running_columns(), core.pool.num_free)
         while allowed > 0 and (head := core.waiting.next_swapped()) is not None:
             bound = self._limits_hold() or self._return(head)
             if bound is not None and not (bound == AdmissionTest.BLOCKS and self._reclaim(head)):
@@ -332,13 +333,11 @@ class Pass:
         if not len(table) or int(table.priority[table.order].max()) - head.priority <= threshold:
             return False
         running = table.requests()
-        holders = [Holder(r.priority, r.arrival, core.pool.count_recoverable(r.blocks)) for r in running]
-        slots = 1 if len(table) >= table.limit else 0
-        victims = make_room(head.priority, 0, slots, holders, threshold=threshold)
-        while victims is not None and (lacking := self._lacking_without(head, [running[i] for i in victims])) > 0:
-            need = sum(holders[i].frees for i in victims) + lacking  # at least one more must leave
-            more = make_room(head.priority, need, max(slots, len(victims) + 1), holders, threshold=threshold)
-            victims = more
+        holders = [Holder(r.priority, r.arrival, 0) for r in running]
+        count = 1 if len(table) >= table.limit else 0
+        victims = make_room(head.priority, 0, count, holders, threshold=threshold)
+        while victims is not None and self._lacking_without(head, [running[i] for i in victims]) > 0:
+            victims = make_room(head.priority, 0, len(victims) + 1, holders, threshold=threshold)
         if not victims:
             return False
         for index in victims:

