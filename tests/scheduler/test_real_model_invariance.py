@@ -1,6 +1,6 @@
 """What the scheduler does never shows in the text: the real model says the same under any pressure, chunk and depth.
 
-The scheduler drives the runner's executor in this process, in float32 with the portable kernels.
+The scheduler drives the runner's executor in this process, in float32 on one thread.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def executor() -> Iterator[ModelExecutor]:
     path = Path(next(iter(spec.submodule_search_locations))) / "SmolLM2-135M-Instruct.Q4_1.gguf"
     threads = torch.get_num_threads()
     config = RunnerConfig(
-        model=str(path), dtype="float32", attention_backend="torch", block_size=16, max_model_len=128,
-        kv_cache_memory_bytes=64 << 20, swap_space_bytes=32 << 20, num_threads=2,
+        model=str(path), dtype="float32", attention_backend="auto", block_size=16, max_model_len=128,
+        kv_cache_memory_bytes=64 << 20, swap_space_bytes=32 << 20, num_threads=1,
     )  # fmt: skip
     yield load_executor(config)
     torch.set_num_threads(threads)
