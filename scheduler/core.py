@@ -36,7 +36,7 @@ from scheduler.external import External
 from scheduler.hashing import extend_hashes, root_hash
 from scheduler.interface import Scheduler, Stats
 from scheduler.outbox import Outbox
-from scheduler.passes import Flight, Pass, is_queued
+from scheduler.passes import Flight, Pass
 from scheduler.policies.admission import AdmissionTest, Running
 from scheduler.policies.batch import Counts
 from scheduler.presets import Strategies, choose
@@ -364,7 +364,7 @@ class CoreScheduler(Scheduler):
         if request.slot >= 0:
             self.table.leave([request.slot])
             self.left.append(request.id)
-        elif is_queued(request):
+        else:
             self.waiting.remove(request)
         request.transition(status)
         self.pool.release(request.blocks)

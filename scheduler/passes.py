@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.columns import pack_i32, pack_u64
-from protocol.messages import NewRequest, RequestStatus, Step
+from protocol.messages import NewRequest, Step
 from scheduler.policies.admission import AdmissionTest, Candidate
 from scheduler.policies.batch import Counts, deal
 from scheduler.policies.urgent import Holder, make_room
@@ -409,8 +409,3 @@ class Pass:
             swap_out=pack_i32(core.suspension.copies),
             swap_in=pack_i32(self._swap_in),
         )
-
-
-def is_queued(request: Request) -> bool:
-    """Whether a request waits for the GPU, or for something external."""
-    return request.status != RequestStatus.RUNNING and not request.status.is_finished

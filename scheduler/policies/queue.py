@@ -89,12 +89,6 @@ class QueuePolicy(ABC):
         """Who was next when the order was last made: good enough to say who is held back, and free of charge."""
         return next(iter(self), None)
 
-    def peek(self, view: QueueView) -> Request:
-        """The next request. Raises IndexError when empty."""
-        for request in self.ordered(view):
-            return request
-        raise IndexError("the queue is empty")
-
     def charge(self, served: Mapping[str, float]) -> None:
         """Tenants were served this much. Only `fair` listens."""
 
