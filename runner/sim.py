@@ -8,7 +8,7 @@ same alone, in any batch, chunked, preempted and resumed:
     token(p) = first + high 32 bits of draw(p) mod (vocab - first), the end id replaced by its neighbour;
                the end id itself when the low 32 bits / 2^32 fall below `sim_eos_rate` and min_tokens is reached.
 
-A step costs `step_ms + token_us * tokens`. Steps that wait in the queue start back to back: a step starts at the later
+A step costs `step_ms + token_us * tokens`, or what a cost model says that was given. Steps that wait in the queue start back to back: a step starts at the later
 of its receipt and the previous step's planned end, so late wake-ups never add up. Swapped blocks add their bytes over
 `sim_copy_gb_s`. Grammars compile in `sim_grammar_ms` (a text that begins with "invalid" doesn't), KV arrives after
 `sim_kv_fetch_ms`: all of it, none from a source named "fail…", N tokens from "partial:N", never from "never".
@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 import numpy as np
@@ -39,6 +39,7 @@ from runner.batch import Int32s, Rows
 from runner.config import RunnerConfig
 from runner.errands import Answer, Errand, refusal
 from runner.pages import PageChecker
+from runner.step_costs import LinearCost, StepCost
 from runner.steps import Sampled, StepMachine
 from runner.uniform import GOLDEN, mix
 
@@ -65,7 +66,11 @@ def sim_limits(config: RunnerConfig) -> Limits:
 
 
 class SimulatedExecutor:
-    """An `Executor` that spends time instead of computing. `clock_ns` and `sleep_until_ns` may be virtual."""
+    """An `Executor` that spends time instead of computing. `clock_ns` and `sleep_until_ns` may be virtual.
+
+    `cost` replaces the configured step time. `ends` maps a request to the output (counted from 1) that is its end
+    token; requests that aren't in it end as configured.
+    """
 
     def __init__(
         self,
@@ -73,8 +78,14 @@ class SimulatedExecutor:
         *,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         sleep_until_ns: Callable[[int], None] | None = None,
+        cost: StepCost | None = None,
+        ends: Mapping[int, int] | None = None,
     ) -> None:
         self.limits = sim_limits(config)
+        self._cost = cost or LinearCost(config.sim_step_ms * 1e6, config.sim_token_us * 1e3, 0, 0, overlap=False)
+        self._ends = ends or {}
+        self._end_at: Int32s = np.zeros(self.limits.max_num_seqs, np.int32)
+        self._cost_ns = 0
         self._config = config
         self._clock_ns = clock_ns
         self._sleep_until_ns = sleep_until_ns or self._sleep
@@ -123,11 +134,13 @@ class SimulatedExecutor:
     def execute(self, step: Step, received_ns: int) -> StepResult:
         """Run a step: bookkeeping and tokens at once, then wait until its planned end."""
         start = max(received_ns, self._planned_end_ns)
-        num_tokens = int(np.frombuffer(step.num_tokens, "<i4").sum()) if len(step.num_tokens) % 4 == 0 else 0
-        cost = self._config.sim_step_ms * 1e6 + self._config.sim_token_us * 1e3 * max(num_tokens, 0)
-        copy_ns = self._copy_ns(step)
-        self._planned_end_ns = start + int(cost) + copy_ns
+        self._cost_ns = 0
         result = self._machine.run(step, self._compute)
+        if result.failure is not None:
+            num_tokens = int(np.frombuffer(step.num_tokens, "<i4").sum()) if len(step.num_tokens) % 4 == 0 else 0
+            self._cost_ns = self._cost.step_ns(max(num_tokens, 0), 0, 0)
+        copy_ns = self._copy_ns(step)
+        self._planned_end_ns = start + self._cost_ns + copy_ns
         self._sleep_until_ns(self._planned_end_ns)
         return msgspec.structs.replace(result, copy_ns=copy_ns) if copy_ns else result
 
@@ -142,6 +155,9 @@ class SimulatedExecutor:
             slot = self._machine.batch.slot(new.id)
             if slot is not None:
                 self._keys[slot] = self._key(new.tokens[: 4 * new.num_prompt], new.params.seed, new.params.choice)
+                self._end_at[slot] = self._ends.get(new.id, 0)
+        context = int(rows.starts.sum(dtype=np.int64)) + (num_tokens := int(rows.counts.sum()))
+        self._cost_ns = self._cost.step_ns(num_tokens, context, len(rows))
         slots = rows.slots[rows.samples]
         tokens = self._draw(slots)
         return Sampled(tokens, self._logprobs(slots, tokens))
@@ -164,6 +180,8 @@ class SimulatedExecutor:
             low = (draws & np.uint64(0xFFFFFFFF)).astype(np.float64) / 2**32
             allowed = positions - batch.num_prompt[slots] >= batch.params.min_tokens[slots]
             tokens[(low < config.sim_eos_rate) & allowed] = eos
+        if self._ends:
+            tokens[positions - batch.num_prompt[slots] + 1 == self._end_at[slots]] = eos
         return tokens
 
     def _logprobs(self, slots: npt.NDArray[np.int64], tokens: Int32s) -> list[TokenLogprobs]:

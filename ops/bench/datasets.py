@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ops.bench.traces import MOONCAKE_BLOCK_TOKENS, TraceRow
+from ops.traces import MOONCAKE_BLOCK_TOKENS, TraceRow
 
 Prompt = list[int] | str
 

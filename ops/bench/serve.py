@@ -22,7 +22,7 @@ from ops.bench import report as reports
 from ops.bench.datasets import Dataset, RandomDataset, TraceDataset, Vocabulary, arrival_times
 from ops.bench.http_client import HttpClient, HttpError
 from ops.bench.load import ENDPOINTS, LoadResult, RequestShape, http_error_message, run_load
-from ops.bench.traces import TraceError, read_trace
+from ops.traces import TraceError, read_trace
 
 DEFINITIONS = """definitions:
   TTFT   from sending a request to its first chunk with output; a chunk with just a role or empty text has none.

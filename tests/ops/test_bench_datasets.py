@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ops.bench.datasets import RandomDataset, TraceDataset, Vocabulary, arrival_times
-from ops.bench.traces import TraceError, TraceRow, read_trace
+from ops.traces import TraceError, TraceRow, read_trace
 
 TRACES = Path(__file__).parent.parent / "data" / "traces"
 IDS = Vocabulary(100, 20_000, text=False)
@@ -60,7 +60,7 @@ def test_text_prompts_have_one_word_per_token() -> None:
 
 
 def test_equal_hash_ids_give_equal_512_token_blocks_also_where_the_last_one_is_cut() -> None:
-    rows = [TraceRow(0.0, 1024, 5, (1, 2)), TraceRow(1.0, 700, 5, (1, 2)), TraceRow(2.0, 1024, 5, (3, 2))]
+    rows = [TraceRow(0, 1024, 5, (1, 2)), TraceRow(1_000_000_000, 700, 5, (1, 2)), TraceRow(2_000_000_000, 1024, 5, (3, 2))]
     whole, cut, other = (TraceDataset(rows, IDS, seed=0).request(index).prompt for index in range(3))
     assert (len(whole), len(cut)) == (1024, 700)
     assert cut == whole[:700]
@@ -69,7 +69,7 @@ def test_equal_hash_ids_give_equal_512_token_blocks_also_where_the_last_one_is_c
 
 
 def test_a_row_without_enough_hash_ids_gets_tokens_of_its_own() -> None:
-    rows = [TraceRow(0.0, 600, 5, (9,)), TraceRow(0.0, 600, 5, (9,))]
+    rows = [TraceRow(0, 600, 5, (9,)), TraceRow(0, 600, 5, (9,))]
     first, second = (TraceDataset(rows, IDS, seed=0).request(index).prompt for index in range(2))
     assert len(first) == len(second) == 600
     assert first[:512] == second[:512]
@@ -77,7 +77,7 @@ def test_a_row_without_enough_hash_ids_gets_tokens_of_its_own() -> None:
 
 
 def test_clipping_bounds_both_lengths_and_a_row_without_output_still_asks_for_one_token() -> None:
-    rows = [TraceRow(0.0, 5000, 900), TraceRow(0.0, 10, 0)]
+    rows = [TraceRow(0, 5000, 900), TraceRow(0, 10, 0)]
     dataset = TraceDataset(rows, IDS, seed=0, max_input=64, max_output=8)
     long, short = dataset.request(0), dataset.request(1)
     assert (len(long.prompt), long.output_tokens) == (64, 8)

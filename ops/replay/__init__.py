@@ -1,0 +1,1 @@
+"""Recorded traffic through the serving scheduler, on a virtual clock."""
