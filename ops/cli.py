@@ -40,7 +40,9 @@ commands:
   runner      one runner: holds the weights and computes
   ctl         pause, drain, change settings of a running scheduler, ask what it does (`triptych ctl --help`)
   explain     why a request took as long as it did (`triptych explain ID`)
+  replay      recorded traffic through the scheduler on a virtual clock: presets compared (`triptych replay --help`)
   bench       load generators and measurements (`triptych bench --help`)
+  calibrate   measure a running server's steps and fit the cost model for replays
   costs       what KV memory, recompute and swap cost for a model, and where the last two tie
   version     print the version
 
@@ -89,6 +91,12 @@ def _bench(argv: list[str]) -> int:
     return bench(argv)
 
 
+def _calibrate(argv: list[str]) -> int:
+    from ops.calibrate.cli import main as calibrate
+
+    return calibrate(argv)
+
+
 def _costs(argv: list[str]) -> int:
     from ops.costs import main as costs
 
@@ -103,6 +111,12 @@ def _ctl(argv: list[str]) -> int:
 
 def _explain(argv: list[str]) -> int:
     return _ctl(["explain", *argv])
+
+
+def _replay(argv: list[str]) -> int:
+    from ops.replay.cli import main as replay
+
+    return replay(argv)
 
 
 def _serve(argv: list[str]) -> int:
@@ -182,7 +196,9 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "runner": _role("runner"),
     "ctl": _ctl,
     "explain": _explain,
+    "replay": _replay,
     "bench": _bench,
+    "calibrate": _calibrate,
     "costs": _costs,
 }
 

@@ -47,6 +47,7 @@ def _status(body: Body, *, settings: bool) -> list[str]:
         ("preemptions", body["preemptions"]),
         ("passes held back by", ", ".join(f"{test} {count}" for test, count in body["held_passes"].items()) or "-"),
         ("new-token ratio", "-" if ratio is None else f"{ratio:.3f}"),
+        ("forecast", _forecast(body.get("forecast"))),
     ]
     if settings:
         rows += [("strategies", "")]
@@ -55,6 +56,16 @@ def _status(body: Body, *, settings: bool) -> list[str]:
         rows += [(f"  {name}", _value(value)) for name, value in body["settings"].items()]
     width = max(INDENT, *(len(name) + 2 for name, _ in rows))
     return [f"{name:{width}}{value}".rstrip() for name, value in rows]
+
+
+def _forecast(seen: Body | None) -> str:
+    """What the newcomer tested last would have brought the batch to."""
+    if seen is None:
+        return "-"
+    return (
+        f"{seen['peak']:.0f} of {seen['capacity']} blocks at the fullest, in about {seen['steps']} steps "
+        f"({seen['confidence']:.1%} confidence, from {seen['observed']} ended requests)"
+    )
 
 
 def _value(value: Any) -> str:

@@ -17,6 +17,7 @@ from ops.models import model_and_name
 from ops.runtime_dir import RuntimeDir
 from ops.serve_config import ServeConfig
 from ops.supervisor import EXIT_FAILED, RestartPolicy, Supervisor
+from ops.unix_http import UnixConnection
 from protocol.settings import ENV_PREFIX, SettingError, specs, to_text
 from services.config import ApiConfig
 
@@ -86,7 +87,7 @@ def programs(loaded: Loaded, forced: Mapping[str, Any], environ: Mapping[str, st
 def is_ready(api: ApiConfig) -> bool:
     """Whether `GET /ready` answers 200."""
     connection = (
-        _UnixConnection(api.uds)
+        UnixConnection(api.uds, PROBE_TIMEOUT_S)
         if api.uds
         else http.client.HTTPConnection(_reachable(api.host), api.port, timeout=PROBE_TIMEOUT_S)
     )
@@ -152,17 +153,6 @@ def _reachable(host: str) -> str:
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: str) -> None:
-        super().__init__("localhost", timeout=PROBE_TIMEOUT_S)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
 
 
 def _write_line(text: str) -> None:

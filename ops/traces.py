@@ -1,8 +1,8 @@
 """Recorded traffic as rows: when a request came, how long its prompt and its answer were, which prefix it shared.
 
-Three formats, told apart by the first line, gzip or not: Azure CSV (`TIMESTAMP,ContextTokens,GeneratedTokens`), Mooncake
-JSON lines (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`, one per 512-token block), and our own JSON
-lines, which is also what `triptych serve --record` writes: the fields of `TraceLine`.
+Three formats, told apart by the first line, gzip or not: Azure CSV (`TIMESTAMP,ContextTokens,GeneratedTokens`),
+Mooncake JSON lines (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`, one per 512-token block), and our
+own JSON lines, which is also what `triptych serve --record` writes: the fields of `protocol.trace.TraceLine`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+
+from protocol.trace import TraceLine
 
 _Line = TypeVar("_Line")
 
@@ -33,8 +35,8 @@ class TraceError(ValueError):
 class TraceRow:
     """One recorded request.
 
-    `at_ns`: since the trace's first row. `hash_ids`: one per block of `block_tokens` tokens; equal ids are equal blocks,
-    and tokens behind the last one are nobody else's. `token_ids` are the prompt itself, where it was recorded.
+    `at_ns`: since the trace's first row. `hash_ids`: one per block of `block_tokens` tokens; equal ids are equal
+    blocks, and tokens behind the last one are nobody else's. `token_ids` are the prompt itself, where it was recorded.
     `cancel_ns`: when the client left, since the first row; `deadline_ms`: within which it wanted its first token (0 for
     none, both).
     """
@@ -54,26 +56,6 @@ class TraceRow:
     def at_s(self) -> float:
         """Seconds since the trace's first row."""
         return self.at_ns / NS
-
-
-class TraceLine(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """A line of our own format. Times are seconds from any common zero.
-
-    The prompt is `token_ids`, or `prompt_tokens` of them, of which `hash_ids` (one per `block_tokens`) or `prefix`
-    (groups as [name, tokens], equal names being equal tokens) say what is shared.
-    """
-
-    at_s: float
-    output_tokens: int
-    prompt_tokens: int = 0
-    token_ids: tuple[int, ...] = ()
-    hash_ids: tuple[int, ...] = ()
-    block_tokens: int = 16
-    prefix: tuple[tuple[int, int], ...] = ()
-    priority: int = 0
-    tenant: str = ""
-    deadline_ms: int = 0
-    cancel_at_s: float = 0.0
 
 
 class _MooncakeLine(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""Typed channels over ZeroMQ: the one place that handles sockets, frames, sessions, sequence numbers and handshakes.
+"""Typed channels over ZeroMQ: the one place that handles frames, sessions, sequence numbers and handshakes.
 
 `ServerChannel` (ROUTER) binds and talks to many peers, `ClientChannel` (DEALER) connects and talks to one. Neither
 blocks: `receive()` returns what has arrived, `send()` succeeds or raises. Both work from a poll loop (`.socket`)
@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,141 +19,41 @@ import msgspec
 import zmq
 
 from protocol import wire
+from protocol.links import (
+    MAX_IPC_PATH,
+    AddressError,
+    Attached,
+    ChannelError,
+    ChannelFull,
+    LinkStats,
+    PeerGone,
+    check_address,
+    check_hello,
+    claim_ipc_path,
+    new_instance,
+    new_socket,
+)
 from protocol.messages import Goodbye, Heartbeat, Hello, Refused, Welcome
+
+__all__ = [
+    "HEARTBEAT_INTERVAL_S",
+    "MAX_IPC_PATH",
+    "AddressError",
+    "ChannelError",
+    "ChannelFull",
+    "ClientChannel",
+    "LinkStats",
+    "PeerGone",
+    "ServerChannel",
+    "new_instance",
+]
 
 log = logging.getLogger("triptych.link")
 
-HIGH_WATER_MARK = 4096
-LINGER_MS = 200
 HELLO_INTERVAL_S = 0.2
 HEARTBEAT_INTERVAL_S = 0.5
-MAX_IPC_PATH = 107
 
 R = TypeVar("R", bound=msgspec.Struct)
-
-
-class ChannelError(Exception):
-    """A message could not be handed over. The owner decides what becomes of it; it is never dropped silently."""
-
-
-class PeerGone(ChannelError):
-    """There is no session with that peer (never welcomed, restarted, or disconnected)."""
-
-
-class ChannelFull(ChannelError):
-    """The peer doesn't read and the bounded queue to it is full."""
-
-
-class AddressError(ValueError):
-    """An address that can't be bound or connected to, with the reason."""
-
-
-@dataclass
-class LinkStats:
-    """Counters of one channel, exported as metrics by its owner."""
-
-    sent: int = 0
-    received: int = 0
-    bad_frames: int = 0
-    stale_frames: int = 0
-    lost_frames: int = 0
-    refused_hellos: int = 0
-    send_failures: int = 0
-
-
-def new_instance() -> str:
-    """A process's instance id: 16 random hex digits."""
-    return secrets.token_hex(8)
-
-
-def check_address(address: str) -> None:
-    """Raise AddressError for an address that ZeroMQ would misread, cut or silently take over."""
-    if address.startswith("ipc://"):
-        path = address.removeprefix("ipc://")
-        if not path.startswith("/"):
-            raise AddressError(f"{address}: an ipc address needs an absolute path")
-        if len(os.fsencode(path)) > MAX_IPC_PATH:
-            raise AddressError(f"{address}: the path has {len(os.fsencode(path))} bytes, the limit is {MAX_IPC_PATH}")
-    elif not address.startswith(("tcp://", "inproc://")):
-        raise AddressError(f"{address}: expected ipc:///path, tcp://host:port or inproc://name")
-
-
-def _own_ipc_path(address: str) -> None:
-    """Refuse an ipc path that a live process listens on (ZeroMQ would take it over) and sweep a dead one's file."""
-    import socket
-
-    path = address.removeprefix("ipc://")
-    if not os.path.exists(path):
-        return
-    if not stat.S_ISSOCK(os.stat(path).st_mode):
-        raise AddressError(f"{address}: a file that is not a socket is in the way")
-    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        probe.settimeout(0.5)
-        probe.connect(path)
-    except OSError:
-        os.unlink(path)
-    else:
-        raise AddressError(f"{address}: another live process listens there")
-    finally:
-        probe.close()
-
-
-def _new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
-    socket = context.socket(kind)
-    socket.setsockopt(zmq.LINGER, LINGER_MS)
-    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
-    socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
-    socket.setsockopt(zmq.IMMEDIATE, 0)
-    return socket
-
-
-def check_hello(hello: Hello) -> Refused | None:
-    """None if this build can speak with the sender, else the refusal to send back."""
-    if hello.version != wire.PROTOCOL_VERSION:
-        return Refused(
-            wire.BAD_VERSION,
-            f"{hello.role} {hello.instance} speaks protocol {hello.version}, this side {wire.PROTOCOL_VERSION}",
-        )
-    if hello.schema_digest != wire.SCHEMA_DIGEST:
-        return Refused(
-            wire.BAD_DIGEST,
-            f"{hello.role} {hello.instance} has message schema {hello.schema_digest}, "
-            f"this side {wire.SCHEMA_DIGEST}: both must run the same build",
-        )
-    return None
-
-
-class _Attached:
-    """Runs `on_ready` from an asyncio loop whenever the (edge-triggered) ZeroMQ descriptor may have messages."""
-
-    def __init__(self, socket: zmq.Socket[bytes], on_ready: Callable[[], None]) -> None:
-        import asyncio
-
-        self._socket = socket
-        self._on_ready = on_ready
-        self._loop = asyncio.get_running_loop()
-        self._fd = int(socket.getsockopt(zmq.FD))
-        self._loop.add_reader(self._fd, self._readable)
-        self._loop.call_soon(self._readable)
-        self.pending = False
-
-    def _readable(self) -> None:
-        self.pending = False
-        if self._socket.closed:
-            return
-        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._on_ready()
-
-    def recheck(self) -> None:
-        """After a send the descriptor's edge may have been consumed: look again once control returns to the loop."""
-        if not self.pending:
-            self.pending = True
-            self._loop.call_soon(self._readable)
-
-    def close(self) -> None:
-        self._loop.remove_reader(self._fd)
 
 
 @dataclass
@@ -178,15 +77,15 @@ class ServerChannel(Generic[R]):
     ) -> None:
         check_address(address)
         if address.startswith("ipc://"):
-            _own_ipc_path(address)
+            claim_ipc_path(address)
         self.address = address
         self.stats = LinkStats()
         self._clock = clock
         self._codec: wire.Codec[R] = wire.Codec(receives)
         self._sessions: dict[bytes, _Session] = {}
         self._hellos: dict[bytes, tuple[int, Hello]] = {}
-        self._attached: _Attached | None = None
-        self.socket = _new_socket(context, zmq.ROUTER)
+        self._attached: Attached | None = None
+        self.socket = new_socket(context, zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         try:
@@ -330,7 +229,7 @@ class ServerChannel(Generic[R]):
 
     def attach(self, on_ready: Callable[[], None]) -> None:
         """Call `on_ready` from the running asyncio loop when messages wait; it must call `receive` until empty."""
-        self._attached = _Attached(self.socket, on_ready)
+        self._attached = Attached(self.socket, on_ready)
 
     def close(self) -> None:
         """Close the socket and remove its file. Idempotent."""
@@ -378,8 +277,8 @@ class ClientChannel(Generic[R]):
         self._last_seen = clock()
         self._last_hello = -1e9
         self._last_beat = -1e9
-        self._attached: _Attached | None = None
-        self.socket = _new_socket(context, zmq.DEALER)
+        self._attached: Attached | None = None
+        self.socket = new_socket(context, zmq.DEALER)
         self.socket.setsockopt(zmq.ROUTING_ID, secrets.token_bytes(12))
         self.socket.setsockopt(zmq.RECONNECT_IVL, 20)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
@@ -504,7 +403,7 @@ class ClientChannel(Generic[R]):
 
     def attach(self, on_ready: Callable[[], None]) -> None:
         """Call `on_ready` from the running asyncio loop when messages wait; it must call `receive` until empty."""
-        self._attached = _Attached(self.socket, on_ready)
+        self._attached = Attached(self.socket, on_ready)
 
     def close(self) -> None:
         """Close the socket. Idempotent."""

@@ -1,6 +1,7 @@
 """Serves a process's Prometheus registry as text over HTTP, on a private unix socket and, if asked, on a TCP port.
 
-It runs in daemon threads and answers `GET /metrics` only; it holds no metrics of its own beside the process collector.
+It runs in daemon threads and answers `GET /metrics` and, on the unix socket, what a process adds; it holds no metrics of
+its own beside the process collector.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import socket
 import stat
 import threading
 import time
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self
+from urllib.parse import parse_qsl
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
@@ -23,6 +26,9 @@ CLIENT_TIMEOUT_S = 5.0  # all a client gets to ask and to read, however it drips
 MAX_CLIENTS = 8
 MAX_REQUEST_BYTES = 16 * 1024
 MAX_UNIX_PATH = 107
+
+Page = Callable[[Mapping[str, str]], bytes]
+"""What a further path answers: the query's fields in, JSON out; ValueError for a query that can't be answered."""
 
 
 class ExpositionError(OSError):
@@ -42,8 +48,16 @@ def new_registry(role: str) -> CollectorRegistry:
 class MetricsServer:
     """The handle that `serve_metrics` returns. `port` is the TCP port in use (0: none)."""
 
-    def __init__(self, listeners: list[socket.socket], registry: CollectorRegistry, unix_path: str, port: int) -> None:
+    def __init__(
+        self,
+        listeners: list[socket.socket],
+        registry: CollectorRegistry,
+        unix_path: str,
+        port: int,
+        pages: Mapping[str, Page],
+    ) -> None:
         self.port = port
+        self._pages = pages
         self._listeners = listeners
         self._registry = registry
         self._unix_path = unix_path
@@ -89,7 +103,7 @@ class MetricsServer:
     def _serve(self, client: socket.socket) -> None:
         try:
             with client:
-                _answer(client, self._registry)
+                _answer(client, self._registry, self._pages if client.family == socket.AF_UNIX else {})
         except OSError as error:
             log.debug("metrics client left: %s", error)
         except Exception:
@@ -99,11 +113,16 @@ class MetricsServer:
 
 
 def serve_metrics(
-    registry: CollectorRegistry, *, unix_path: str = "", host: str = "127.0.0.1", port: int = 0
+    registry: CollectorRegistry,
+    *,
+    unix_path: str = "",
+    host: str = "127.0.0.1",
+    port: int = 0,
+    pages: Mapping[str, Page] | None = None,
 ) -> MetricsServer:
     """Serve `registry` at `/metrics` on the unix socket (mode 0600; empty: not) and on `host:port` (port 0: not).
 
-    A socket file left by a dead process is swept; one that a live process answers on is an ExpositionError.
+    `pages` are further paths, on the unix socket only; they are called in this module's threads. A socket file left by a dead process is swept; one that a live process answers on is an ExpositionError.
     """
     listeners: list[socket.socket] = []
     try:
@@ -116,7 +135,7 @@ def serve_metrics(
             listener.close()
             _remove(unix_path)
         raise
-    return MetricsServer(listeners, registry, unix_path, port)
+    return MetricsServer(listeners, registry, unix_path, port, pages or {})
 
 
 def _listen_unix(path: str) -> socket.socket:
@@ -171,7 +190,7 @@ def _remove(path: str) -> None:
         pass  # the runtime directory may have been cleared before us
 
 
-def _answer(client: socket.socket, registry: CollectorRegistry) -> None:
+def _answer(client: socket.socket, registry: CollectorRegistry, pages: Mapping[str, Page]) -> None:
     deadline = time.monotonic() + CLIENT_TIMEOUT_S
     head = b""
     while b"\r\n\r\n" not in head:
@@ -184,19 +203,34 @@ def _answer(client: socket.socket, registry: CollectorRegistry) -> None:
             _reply(client, deadline, "431 Request Header Fields Too Large", b"")
             return
     method, _, rest = head.split(b"\r\n", 1)[0].partition(b" ")
-    path = rest.split(b" ", 1)[0].split(b"?", 1)[0]
-    if path != b"/metrics":
-        _reply(client, deadline, "404 Not Found", b"only /metrics is here\n")
+    target, _, query = rest.split(b" ", 1)[0].decode("latin-1").partition("?")
+    if target != "/metrics" and target not in pages:
+        known = ", ".join(["/metrics", *pages])
+        _reply(client, deadline, "404 Not Found", f"only {known} is here\n".encode())
     elif method not in (b"GET", b"HEAD"):
         _reply(client, deadline, "405 Method Not Allowed", b"only GET and HEAD\n", "Allow: GET, HEAD\r\n")
+    elif target in pages:
+        try:
+            body = pages[target](dict(parse_qsl(query)))
+        except ValueError as error:
+            _reply(client, deadline, "400 Bad Request", f"{error}\n".encode())
+        else:
+            _reply(client, deadline, "200 OK", body, kind="application/json", head=method == b"HEAD")
     else:
-        _reply(client, deadline, "200 OK", generate_latest(registry), head=method == b"HEAD")
+        text = generate_latest(registry)
+        _reply(client, deadline, "200 OK", text, kind=CONTENT_TYPE_PLAIN_0_0_4, head=method == b"HEAD")
 
 
 def _reply(
-    client: socket.socket, deadline: float, status: str, body: bytes, headers: str = "", *, head: bool = False
+    client: socket.socket,
+    deadline: float,
+    status: str,
+    body: bytes,
+    headers: str = "",
+    *,
+    kind: str = "text/plain; charset=utf-8",
+    head: bool = False,
 ) -> None:
-    kind = CONTENT_TYPE_PLAIN_0_0_4 if status.startswith("200") else "text/plain; charset=utf-8"
     start = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n{headers}"
     client.settimeout(max(deadline - time.monotonic(), 0.001))
     client.sendall(start.encode("ascii") + b"Connection: close\r\n\r\n" + (b"" if head else body))

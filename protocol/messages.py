@@ -167,6 +167,7 @@ class Submit(_Message, tag="submit", frozen=True):
     wants to be done: the order of the `deadline` queue, no limit. `routing_key` groups requests for that queue.
     `open` means that more of the prompt follows in Extend messages; nothing is sampled before the last one.
     `kv_source` names a KV transfer that brings the prompt's KV; the request waits for it, or recomputes if it fails.
+    Requests share KV only with the same `cache_salt`, `adapter` and `adapter_generation` (which load of the adapter).
     """
 
     id: int
@@ -184,6 +185,8 @@ class Submit(_Message, tag="submit", frozen=True):
     routing_key: str = ""
     open: bool = False
     kv_source: str = ""
+    adapter: str = ""
+    adapter_generation: int = 0
 
 
 class Extend(_Message, tag="extend", frozen=True):
@@ -307,7 +310,8 @@ class NewRequest(_Message, tag="new", frozen=True):
     """A request's full data: sent once per residency, in the step that first computes it.
 
     `tokens` i32 is prompt plus emitted outputs; the first `num_prompt` are the prompt. `num_computed` of them are
-    already in the KV pages listed first in `block_ids` (i32, whole blocks). `incarnation` counts residencies.
+    already in the KV pages listed first in `block_ids` (i32, whole blocks). `incarnation` names this residency: no
+    other one of this id, nor of a later request with this id, has the same.
     """
 
     id: int

@@ -49,6 +49,13 @@ class RunnerConfig:
 
     sim_step_ms: float = setting(10.0, unit="ms", minimum=0, help="sim: fixed cost of a step")
     sim_token_us: float = setting(0.0, unit="us", minimum=0, help="sim: cost of each token in a step")
+    sim_context_ns: float = setting(
+        0.0, unit="ns", minimum=0, help="sim: cost of each token that a row of the step has in the KV"
+    )
+    sim_row_us: float = setting(0.0, unit="us", minimum=0, help="sim: cost of each row of a step")
+    sim_overlap: bool = setting(
+        False, help="sim: fixed cost and token cost overlap, as on a GPU: a step takes the larger of them, not the sum"
+    )
     sim_num_blocks: int = setting(8192, unit="blocks", minimum=2, help="sim: KV blocks, null block included")
     sim_host_blocks: int = setting(
         0, unit="blocks", minimum=0, help="sim: host blocks for swap; 0: as many as swap_space_bytes hold"

@@ -7,6 +7,7 @@ from typing import Protocol
 from protocol.messages import FetchKv, KvStatus, Limits, Step, StepResult
 from runner.errands import Answer, Errand
 from runner.inventory import Inventory
+from runner.steps import StepSize
 
 
 class Executor(Protocol):
@@ -19,6 +20,11 @@ class Executor(Protocol):
     @property
     def num_residents(self) -> int:
         """Requests in the persistent batch."""
+        ...
+
+    @property
+    def step_size(self) -> StepSize:
+        """How much the step that ran last computed."""
         ...
 
     def execute(self, step: Step, received_ns: int) -> StepResult:

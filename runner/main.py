@@ -22,6 +22,7 @@ from runner.errors import StartError
 from runner.executor import Executor
 from runner.link import Grant, SchedulerLink, Transfer, Work
 from runner.metrics import RunnerMetrics
+from runner.step_log import StepLog
 
 log = logging.getLogger("triptych.runner")
 
@@ -42,10 +43,18 @@ def build_executor(config: RunnerConfig) -> Executor:
 class Loop:
     """Takes what the link hands over, in order: steps are executed, a new scheduler gets a clean batch."""
 
-    def __init__(self, link: SchedulerLink, executor: Executor, metrics: RunnerMetrics, log_interval_s: float) -> None:
+    def __init__(
+        self,
+        link: SchedulerLink,
+        executor: Executor,
+        metrics: RunnerMetrics,
+        log_interval_s: float,
+        steps: StepLog | None = None,
+    ) -> None:
         self._link = link
         self._executor = executor
         self._metrics = metrics
+        self._steps = steps
         self._log_interval_s = log_interval_s
         self._last_log = time.monotonic()
         self._idle_since_ns = time.monotonic_ns()
@@ -77,10 +86,12 @@ class Loop:
         )
         self._link.reply(work, result)
         self._idle_since_ns = ended
-        self._observe(work, result)
+        self._observe(work, result, ended)
 
-    def _observe(self, work: Work, result: StepResult) -> None:
+    def _observe(self, work: Work, result: StepResult, ended_ns: int) -> None:
         try:
+            if self._steps is not None and result.failure is None:
+                self._steps.add(self._executor.step_size, result, ended_ns)
             self._metrics.step_done(work.step, result, self._executor.num_residents, len(self._executor.inventory))
             now = time.monotonic()
             if self._log_interval_s and now - self._last_log >= self._log_interval_s:
@@ -117,8 +128,13 @@ def run(config: RunnerConfig) -> int:
             return 1
         try:
             metrics.watch(link)
+            steps = StepLog(executor.limits)
             with serve_metrics(
-                metrics.registry, unix_path=config.metrics_path, host=config.metrics_host, port=config.metrics_port
+                metrics.registry,
+                unix_path=config.metrics_path,
+                host=config.metrics_host,
+                port=config.metrics_port,
+                pages={"/steps": steps.page},
             ):
                 link.start()
                 limits = executor.limits
@@ -127,7 +143,7 @@ def run(config: RunnerConfig) -> int:
                     *(link.address, limits.model, limits.dtype),
                     *(limits.num_blocks - 1, limits.block_size, limits.max_model_len),
                 )
-                Loop(link, executor, metrics, config.log_interval_s).run()
+                Loop(link, executor, metrics, config.log_interval_s, steps).run()
         except ExpositionError as error:
             log.error("can't start: %s", error)
             return 1

@@ -28,7 +28,7 @@ from runner.metadata import build, check
 from runner.model.parameters import fused_shapes, layout
 from runner.pool import ModelNeeds, PoolSize, available_memory, pool_size
 from runner.sampler import Sampler
-from runner.steps import Sampled, StepMachine, swap_pairs
+from runner.steps import Sampled, StepMachine, StepSize, swap_pairs
 
 log = logging.getLogger("triptych.runner")
 
@@ -56,6 +56,11 @@ class ModelExecutor:
     def num_residents(self) -> int:
         """Requests in the batch."""
         return len(self._machine.batch)
+
+    @property
+    def step_size(self) -> StepSize:
+        """Of the step that ran last."""
+        return self._machine.size
 
     def clear(self) -> None:
         """Forget all residents; pages and inventory stay."""

@@ -8,9 +8,9 @@ same alone, in any batch, chunked, preempted and resumed:
     token(p) = first + high 32 bits of draw(p) mod (vocab - first), the end id replaced by its neighbour;
                the end id itself when the low 32 bits / 2^32 fall below `sim_eos_rate` and min_tokens is reached.
 
-A step costs `step_ms + token_us * tokens`, or what a cost model says that was given. Steps that wait in the queue start back to back: a step starts at the later
-of its receipt and the previous step's planned end, so late wake-ups never add up. Swapped blocks add their bytes over
-`sim_copy_gb_s`. Grammars compile in `sim_grammar_ms` (a text that begins with "invalid" doesn't), KV arrives after
+A step costs what the `sim_` settings say as a linear model, or what a cost model says that was given. Steps that wait
+in the queue start back to back: a step starts at the later of its receipt and the previous step's planned end, so late
+wake-ups never add up. Swapped blocks add their bytes over `sim_copy_gb_s`. Grammars compile in `sim_grammar_ms` (a text that begins with "invalid" doesn't), KV arrives after
 `sim_kv_fetch_ms`: all of it, none from a source named "fail…", N tokens from "partial:N", never from "never".
 """
 
@@ -40,7 +40,7 @@ from runner.config import RunnerConfig
 from runner.errands import Answer, Errand, refusal
 from runner.pages import PageChecker
 from runner.step_costs import LinearCost, StepCost
-from runner.steps import Sampled, StepMachine
+from runner.steps import Sampled, StepMachine, StepSize
 from runner.uniform import GOLDEN, mix
 
 U64s = npt.NDArray[np.uint64]
@@ -65,6 +65,17 @@ def sim_limits(config: RunnerConfig) -> Limits:
     )
 
 
+def sim_cost(config: RunnerConfig) -> LinearCost:
+    """What a step takes by the settings."""
+    return LinearCost(
+        fixed_ns=config.sim_step_ms * 1e6,
+        token_ns=config.sim_token_us * 1e3,
+        context_ns=config.sim_context_ns,
+        row_ns=config.sim_row_us * 1e3,
+        overlap=config.sim_overlap,
+    )
+
+
 class SimulatedExecutor:
     """An `Executor` that spends time instead of computing. `clock_ns` and `sleep_until_ns` may be virtual.
 
@@ -82,7 +93,7 @@ class SimulatedExecutor:
         ends: Mapping[int, int] | None = None,
     ) -> None:
         self.limits = sim_limits(config)
-        self._cost = cost or LinearCost(config.sim_step_ms * 1e6, config.sim_token_us * 1e3, 0, 0, overlap=False)
+        self._cost = cost or sim_cost(config)
         self._ends = ends or {}
         self._end_at: Int32s = np.zeros(self.limits.max_num_seqs, np.int32)
         self._cost_ns = 0
@@ -104,6 +115,11 @@ class SimulatedExecutor:
         left = deadline_ns - self._clock_ns()
         if left > 0:
             time.sleep(left / 1e9)
+
+    @property
+    def step_size(self) -> StepSize:
+        """Of the step that ran last."""
+        return self._machine.size
 
     def clear(self) -> None:
         """Forget all residents."""
@@ -156,8 +172,8 @@ class SimulatedExecutor:
             if slot is not None:
                 self._keys[slot] = self._key(new.tokens[: 4 * new.num_prompt], new.params.seed, new.params.choice)
                 self._end_at[slot] = self._ends.get(new.id, 0)
-        context = int(rows.starts.sum(dtype=np.int64)) + (num_tokens := int(rows.counts.sum()))
-        self._cost_ns = self._cost.step_ns(num_tokens, context, len(rows))
+        size = self._machine.size
+        self._cost_ns = self._cost.step_ns(size.tokens, size.context, size.rows)
         slots = rows.slots[rows.samples]
         tokens = self._draw(slots)
         return Sampled(tokens, self._logprobs(slots, tokens))

@@ -73,8 +73,11 @@ class RooflineCost:
 
 
 class MeasuredCost(msgspec.Struct, frozen=True, kw_only=True):
-    """A linear model fitted to a server's own steps (`triptych calibrate`), with where it comes from and how well it
-    fits: `error` is the mean absolute error over the mean step, on steps that the fit hasn't seen."""
+    """A linear model fitted to a server's own steps (`triptych calibrate`), where it comes from and how well it fits.
+
+    On steps that the fit hasn't seen, `error` is the mean absolute error over the mean step and `error_p90` what nine
+    in ten relative errors stay below. The limits are those of the server.
+    """
 
     fixed_ns: float
     token_ns: float
@@ -83,6 +86,7 @@ class MeasuredCost(msgspec.Struct, frozen=True, kw_only=True):
     overlap: bool
     steps: int
     error: float
+    error_p90: float = 0.0
     model: str = ""
     dtype: str = ""
     block_size: int = 16
@@ -91,12 +95,14 @@ class MeasuredCost(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 0
     max_model_len: int = 0
     pause_ns: float = 0.0
-    """Between a result and the next step where they aren't pipelined, and per token on its way to the client."""
+    """What the runner takes from the end of a step to the start of one that waits already: part of a step's time."""
+    delivery_ns: float = 0.0
+    """What a first token takes beside its steps on an idle server, from the client to the runner and back. No part of a
+    step: it shifts all times that a client sees."""
 
     def step_ns(self, tokens: int, context: int, rows: int) -> int:
-        return LinearCost(self.fixed_ns, self.token_ns, self.context_ns, self.row_ns, self.overlap).step_ns(
-            tokens, context, rows
-        )
+        linear = LinearCost(self.fixed_ns, self.token_ns, self.context_ns, self.row_ns, self.overlap)
+        return linear.step_ns(tokens, context, rows) + int(self.pause_ns)
 
 
 def read_measured(path: Path) -> MeasuredCost:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 
@@ -52,6 +53,21 @@ class Sampled:
 Compute = Callable[[Step, Rows], Sampled]
 
 
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """How much a step computes: tokens, the sum over its rows of what each has in the KV afterwards, rows."""
+
+    tokens: int = 0
+    context: int = 0
+    rows: int = 0
+
+    @classmethod
+    def of(cls, rows: Rows) -> Self:
+        """The size of what these rows compute."""
+        tokens = int(rows.counts.sum())
+        return cls(tokens, int(rows.starts.sum(dtype=np.int64)) + tokens, len(rows))
+
+
 class StepMachine:
     """Owns the batch and the inventory. `checker`, where given, watches that the step keeps the paging rules."""
 
@@ -62,6 +78,8 @@ class StepMachine:
         self._page_size = limits.block_size
         self._void_requests: set[int] = set()
         self._fault: StepError | None = None
+        self.size = StepSize()
+        """Of the step that ran last."""
 
     def clear(self) -> None:
         """A new scheduler: forget all residents, keep the pages and what they hold."""
@@ -91,6 +109,7 @@ class StepMachine:
         errors: list[RowError] = []
         try:
             rows = self._take_in(step, errors)
+            self.size = StepSize.of(rows)
             sampled = compute(step, rows)
             return self._commit(step, rows, sampled, errors)
         except StepError as error:

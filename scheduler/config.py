@@ -9,10 +9,10 @@ from protocol.settings import setting
 PRESET_NAMES = ("triptych", "vllm", "sglang", "sglang-lpm", "credit")
 QUEUE_NAMES = (
     *("fcfs", "priority", "lpm", "dfs-weight", "lof", "random", "routing-key"),
-    *("hrrn", "shortest-prefill", "fair", "deadline"),
+    *("hrrn", "shortest-prefill", "fair", "deadline", "on-time"),
 )
-ADMISSION_NAMES = ("optimistic", "predictive", "credit")
-BATCH_NAMES = ("mixed", "prefill-first", "serial", "static", "dynamic")
+ADMISSION_NAMES = ("optimistic", "predictive", "forecast", "credit")
+BATCH_NAMES = ("mixed", "paced", "prefill-first", "serial", "static", "dynamic")
 VICTIM_NAMES = ("last-admitted", "priority", "least-progress", "most-recoverable")
 RECOVERY_NAMES = ("recompute", "swap", "auto")
 
@@ -57,7 +57,35 @@ class SchedulerConfig:
         1.0, help="predictive admission: how much of the running requests' limits is reserved at first", minimum=0.01
     )
     clip_max_new_tokens: int = setting(
-        4096, help="predictive admission: outputs reserved for one request at most", unit="tokens", minimum=1
+        4096,
+        help="predictive admission: outputs reserved for one request at most; forecast: before it has seen any end",
+        unit="tokens",
+        minimum=1,
+    )
+    forecast_confidence: float = setting(
+        0.95,
+        help="forecast admission: how sure it is to be that the batch at its fullest fits the pool",
+        minimum=0.5,
+        maximum=0.999,
+    )
+    forecast_memory: int = setting(
+        1000,
+        help="forecast admission: ended requests whose output lengths it goes by; older ones fade",
+        unit="requests",
+        minimum=10,
+    )
+    slo_ttft_s: float = setting(0.0, help="objective for the first token, from arrival (0: none)", unit="s", minimum=0)
+    slo_tpot_s: float = setting(
+        0.0, help="objective for the mean time between later tokens (0: none)", unit="s", minimum=0
+    )
+    late_share: float = setting(
+        0.9,
+        help="on-time queue: most of a step's prefill that late requests get while they may wait",
+        minimum=0.05,
+        maximum=1,
+    )
+    late_patience: float = setting(
+        1.6, help="on-time queue: times the worst first-come wait that late requests may wait", minimum=1
     )
     queue_seed: int = setting(0, help="random queue: its seed")
     queue_fallback_waiting: int = setting(
@@ -81,6 +109,9 @@ class SchedulerConfig:
     )
     kv_fetch_timeout_s: float = setting(
         30.0, help="longest wait for a KV transfer, then the prompt is computed here", unit="s", minimum=0.1
+    )
+    page_release_delay_s: float = setting(
+        0.0, help="how long the pages of a request that has ended stay out of use", unit="s", minimum=0
     )
     enable_prefix_caching: bool = setting(True, help="reuse blocks whose content is known")
     pipeline_depth: int = setting(2, help="steps in flight before a result is awaited", unit="steps", minimum=1)

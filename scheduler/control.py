@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -12,6 +12,7 @@ import msgspec
 from protocol.messages import Control, ControlReply, RequestStatus
 from protocol.settings import SettingError, convert, specs
 from scheduler.config import SchedulerConfig
+from scheduler.policies.peak import Outlook
 from scheduler.presets import chosen
 from scheduler.request import Request
 
@@ -25,6 +26,7 @@ LIVE_SETTINGS = frozenset(
         *("preset", "queue_policy", "admission_policy", "batch_policy", "victim_policy", "recovery_policy"),
         *("max_num_seqs", "max_num_batched_tokens", "watermark", "long_prefill_token_threshold"),
         *("long_prefill_token_threshold_adaptive", "schedule_conservativeness", "clip_max_new_tokens", "queue_seed"),
+        *("forecast_confidence", "forecast_memory"),
         *("queue_fallback_waiting", "tenant_weights", "max_queue_age_s", "max_bypasses", "max_preemptions"),
         *("priority_preemption_threshold", "waiting_timeout_s", "kv_fetch_timeout_s", "max_num_queued_reqs"),
         *("max_step_failures", "pipeline_depth"),
@@ -79,13 +81,10 @@ def _reset_prefix_cache(core: CoreScheduler, arguments: dict[str, str]) -> Any:
     if arguments.get("running", "false") == "true":
         for request in reversed(core.table.requests()):
             core.preempt(request, may_swap=False)
-            request.incarnation += 1  # what is in flight was computed on content that is to be forgotten
+            core.renew(request)  # what is in flight was computed on content that is to be forgotten
         for request in list(core.requests.values()):
             core.drop_kept(request)
-    forgotten = len(core.pool.cached)
-    core.pool.reset_cache()
-    core.filled.clear()
-    core.registered.clear()
+    forgotten = core.sealing.forget_all()
     log.warning("prefix cache reset: %d hashes forgotten", forgotten)
     return {"forgotten": forgotten}
 
@@ -130,6 +129,7 @@ def status(core: CoreScheduler, arguments: dict[str, str]) -> dict[str, Any]:
         "preemptions": stats.preemptions,
         "held_passes": {str(test): count for test, count in stats.held_passes.items()},
         "new_token_ratio": stats.new_token_ratio,
+        "forecast": None if (outlook := core.strategies.admission.outlook) is None else asdict(outlook),
         "strategies": {field.name: getattr(preset, field.name) for field in fields(preset)},
         "settings": {name: getattr(core.config, name) for name in sorted(LIVE_SETTINGS)},
     }
@@ -147,6 +147,8 @@ def record(core: CoreScheduler, request: Request) -> dict[str, Any]:
         "cached_tokens": max(request.num_cached, 0),
         "queue_ms": round(((request.first_admitted_ns or core.now()) - request.arrival_ns) / 1e6, 3),
         "held_passes": dict(request.held),
+        "held_ms": request.held_ms(core.now()),
+        "forecast": None if request.outlook is None else asdict(request.outlook),
         "bypassed": request.num_bypassed,
         "preemptions": request.num_preemptions,
         "replayed_tokens": request.num_replayed,
@@ -208,7 +210,12 @@ def _explained(found: dict[str, Any]) -> dict[str, Any]:
         "watermark": "too few blocks would have been left for those that run",
     }
     for test, passes in found["held_passes"].items():
-        sentences.append(f"It stood first in the queue for {passes} passes while {reasons.get(test, test)}.")
+        sentences.append(
+            f"It stood first in the queue for {passes} passes, {found['held_ms'][test]:.1f} ms, "
+            f"while {reasons.get(test, test)}."
+        )
+        if test == "blocks" and found["forecast"]:
+            sentences.append(f"By the last forecast that kept it out, {Outlook(**found['forecast'])}.")
     sentences.append(f"It waited {found['queue_ms']:.1f} ms to be admitted.")
     if found["bypassed"]:
         sentences.append(f"{found['bypassed']} requests that fitted were let past it meanwhile.")

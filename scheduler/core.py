@@ -7,7 +7,7 @@ Here is what happens to one request: it comes, waits, enters, is suspended, ends
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -23,34 +23,38 @@ from protocol.messages import (
     KvStatus,
     Limits,
     Outputs,
-    Rejected,
     RequestStatus,
     Step,
     StepResult,
     Submit,
 )
-from scheduler import control, results
+from scheduler import arrivals, control, levels, results
 from scheduler.blocks import BlockPool
 from scheduler.config import SchedulerConfig
+from scheduler.draining import DrainingPages
 from scheduler.external import External
-from scheduler.hashing import extend_hashes, root_hash
+from scheduler.heads import Heads
 from scheduler.interface import Scheduler, Stats
 from scheduler.outbox import Outbox
 from scheduler.passes import Flight, Pass
+from scheduler.planning import Planner
 from scheduler.policies.admission import AdmissionTest, Running
 from scheduler.policies.batch import Counts
 from scheduler.presets import Strategies, choose
 from scheduler.request import Request
+from scheduler.sealing import Sealing
 from scheduler.suspension import Suspension
 from scheduler.table import RowTable, SlotArray
+from scheduler.tenants import Tenants
 from scheduler.timeline import History
-from scheduler.validation import check_submit
 from scheduler.view import CacheView
 from scheduler.waiting import WaitingRoom
 
 log = logging.getLogger("triptych.scheduler")
 
 S = RequestStatus
+MAX_INCARNATION = (1 << 31) - 1
+"""Incarnations are 32-bit columns: after this one comes 1 again, long after anything of its first bearer."""
 
 
 class CoreScheduler(Scheduler):
@@ -62,18 +66,22 @@ class CoreScheduler(Scheduler):
         self.stats = Stats()
         self.epoch = 0
         self.view = CacheView(self)
+        self.planner = Planner(self)
         self.paused = "no"
         self.draining = False
         self.requests: dict[int, Request] = {}
         self.history = History()
         self.outbox = Outbox()
         self.step_id = 0
-        self._arrivals = 0
-        self._tenants: dict[str, int] = {}
+        self.num_arrived = 0
+        self.tenants = Tenants()
+        self._incarnation = 0
+        self._built_for = config.max_num_seqs
         self._flips = self._flips_before = 0
         self.strategies = self.choose_strategies(config, limits.block_size)
         self.waiting = WaitingRoom(self.strategies.queue, self._max_age_ns())
         self.external = External(self)
+        self.heads = Heads(self)
         self._install(limits, hash_key)
 
     def choose_strategies(self, config: SchedulerConfig, block_size: int) -> Strategies:
@@ -93,93 +101,21 @@ class CoreScheduler(Scheduler):
         self.block_size = limits.block_size
         self.token_budget = self._token_budget()
         self.pool = BlockPool(limits.num_blocks)
-        self.table = RowTable(min(self.config.max_num_seqs, limits.max_num_seqs), limits.block_size)
-        self._hash_key = hash_key
-        self._plain_root = root_hash(hash_key)
+        self.draining_pages = DrainingPages(self.pool)
+        self.table = RowTable(min(self._built_for, limits.max_num_seqs), limits.block_size)
+        self.table.limit = min(self.config.max_num_seqs, self.table.capacity)
+        self.sealing = Sealing(self, hash_key)
         self.is_eos = np.zeros(limits.vocab_size, np.bool_)
         self.is_eos[[token for token in limits.eos_token_ids if token < limits.vocab_size]] = True
         self.flights: deque[Flight] = deque()
         self.early: dict[int, StepResult] = {}
         self.left: list[int] = []
-        self.filled: list[tuple[int, bytes]] = []
-        self.registered: deque[tuple[int, int, bytes]] = deque()
         self.suspension = Suspension(self, limits.host_blocks)
 
     # --- requests come --------------------------------------------------------------------------------------
 
     def add(self, peer: int, submit: Submit) -> None:
-        rejection = check_submit(submit, self.limits, submit.id in self.requests)
-        if rejection is None and not submit.resumed:
-            rejection = self._refuse_for_now(submit)
-        if rejection is not None:
-            self.stats.rejected[rejection.code] = self.stats.rejected.get(rejection.code, 0) + 1
-            self.outbox.of(peer).rejected.append(rejection)
-            return
-        request = self._new_request(peer, submit)
-        self.requests[request.id] = request
-        self.stats.started += 1
-        self.outbox.of(peer).accepted.append(request.id)
-        if submit.params.grammar:
-            self.external.wait_for_grammar(request)
-        else:
-            self.waiting.push(request, self.now())
-        if submit.emitted:
-            results.end_if_complete(self, request)
-        elif request.expires_ns:
-            self.waiting.expire_at(request)
-
-    def _refuse_for_now(self, submit: Submit) -> Rejected | None:
-        """The 503 for a request that comes at a bad time, unless it is urgent enough to displace another waiter."""
-        if self.draining:
-            return Rejected(submit.id, "draining", "this scheduler is draining", 503, 5)
-        limit, waiting = self.config.max_num_queued_reqs, len(self.waiting) + len(self.waiting.parked)
-        if not limit or waiting < limit:
-            return None
-        if self.strategies.queue.name == "priority":
-            fresh = (request for request in self.strategies.queue if not request.first_admitted_ns)
-            least = max(fresh, key=lambda request: (request.priority, request.arrival), default=None)
-            if least is not None and submit.priority < least.priority:
-                least.end_code = "displaced"
-                least.end_message = f"the queue is full ({limit} requests) and a more urgent request has come"
-                self.finish(least, S.ERROR)
-                return None
-        text = f"{waiting} requests are waiting, the limit is {limit}; retry later"
-        return Rejected(submit.id, "queue_full", text, 503, 1)
-
-    def _new_request(self, peer: int, submit: Submit) -> Request:
-        self._arrivals += 1
-        now, num_prompt = self.now(), len(submit.prompt) >> 2
-        timeout_ns = submit.timeout_ms * 1_000_000 or int(self.config.waiting_timeout_s * 1e9)
-        request = Request(
-            id=submit.id,
-            peer=peer,
-            params=submit.params,
-            data=bytearray(submit.prompt + submit.emitted),
-            num_prompt=num_prompt,
-            max_total=0,
-            priority=submit.priority,
-            arrival=self._arrivals,
-            label=submit.label,
-            salt=submit.cache_salt,
-            tenant=submit.tenant,
-            routing_key=submit.routing_key,
-            kv_source=submit.kv_source,
-            open=submit.open,
-            arrival_ns=now,
-            arrival_processed=self.processed_tokens(),
-            deadline_ns=now + submit.deadline_ms * 1_000_000 if submit.deadline_ms else 0,
-            expires_ns=now + timeout_ns if timeout_ns else 0,
-            num_cached=0 if submit.emitted else -1,
-        )
-        self.limit_length(request)
-        request.timeline.add(now, "arrived", prompt_tokens=num_prompt, emitted=len(submit.emitted) >> 2)
-        return request
-
-    def limit_length(self, request: Request) -> None:
-        """Where the request ends at the latest: its own limit, the context, or the whole pool and one token more."""
-        capacity = self.pool.num_usable * self.block_size
-        most = request.num_prompt + request.params.max_tokens
-        request.max_total = min(most, self.limits.max_model_len, capacity + 1)
+        arrivals.add(self, peer, submit)
 
     def extend(self, peer: int, message: Extend) -> None:
         request = self.requests.get(message.id)
@@ -203,15 +139,17 @@ class CoreScheduler(Scheduler):
 
     def hold(self, request: Request, test: AdmissionTest) -> None:
         """The head of those who wait was not admitted in this pass, because of `test`."""
-        request.held_back(test)
-        self.stats.held_passes[test] = self.stats.held_passes.get(test, 0) + 1
+        self.heads.hold(request, test)
 
     def may_enter(self, request: Request) -> bool:
         """While new requests are paused, only those that have run before may enter."""
         return self.paused == "no" or request.first_admitted_ns > 0
 
     def expire(self) -> None:
-        """End requests that have waited for their first admission longer than they may."""
+        """End requests that have waited for their first admission longer than they may; pages whose delay is over come
+        back."""
+        if self.draining_pages.next_ns is not None:
+            self.draining_pages.release_due(self.now())
         for request_id in self.waiting.expired(self.now()):
             request = self.requests.get(request_id)
             if request is not None and not request.first_admitted_ns:
@@ -225,22 +163,18 @@ class CoreScheduler(Scheduler):
 
     def find_hit(self, request: Request) -> list[int]:
         """Cached blocks for the request's leading tokens; at least one token is left to compute."""
-        if not self.config.enable_prefix_caching:
-            return []
-        limit = (request.num_tokens - 1) // self.block_size
-        self._hash_up_to(request, limit)
-        return self.pool.longest_hit(request.hashes, limit)
+        return self.sealing.find_hit(request)
 
-    def _hash_up_to(self, request: Request, num_blocks: int) -> None:
-        if len(request.hashes) < num_blocks:
-            root = root_hash(self._hash_key, [("salt", request.salt)]) if request.salt else self._plain_root
-            extend_hashes(self._hash_key, root, request.data, request.hashes, num_blocks, 4 * self.block_size)
+    def renew(self, request: Request) -> None:
+        """What is in flight for this request, or was for another one with its id, is stale from now on."""
+        self._incarnation = self._incarnation % MAX_INCARNATION + 1
+        request.incarnation = self._incarnation
 
     def admit(self, request: Request, blocks: list[int], start: int) -> int:
         """Make a waiting request run with these blocks, all held by it; `start` tokens have KV. Returns its slot."""
         self.waiting.remove(request)
         request.transition(S.RUNNING)
-        request.incarnation += 1
+        self.renew(request)
         request.blocks, request.kept = blocks, 0
         self.suspension.empty(request)
         self.note_admission(request)
@@ -254,20 +188,22 @@ class CoreScheduler(Scheduler):
         replayed = max(0, request.high_water - start)
         request.num_replayed += replayed
         self.stats.replayed_tokens += replayed
-        request.timeline.add(self.now(), "admitted", cached=start, replayed=replayed, held=dict(request.held))
-        params = request.params
-        usual_end = not params.eos_token_ids or set(params.eos_token_ids) == set(self.limits.eos_token_ids)
-        repetition = params.repetition_max_pattern > 0
-        watched = bool(params.stop_token_ids) or params.min_tokens > 0 or not usual_end or repetition
+        request.timeline.add(
+            self.now(),
+            "admitted",
+            cached=start,
+            replayed=replayed,
+            held=dict(request.held),
+            held_ms=request.held_ms(self.now()),
+        )
         self.external.saw_admission(request)
-        tenant = self._tenants.setdefault(request.tenant, len(self._tenants))
-        sealed = 0
-        while sealed < start // self.block_size and self.pool.hash_of[blocks[sealed]] is not None:
-            sealed += 1
-        return self.table.enter(request, start, sealed, watched, tenant)
+        tenant = self.tenant_number(request.tenant)
+        sealed = self.sealing.count_sealed(blocks[: start // self.block_size])
+        return self.table.enter(request, start, sealed, results.is_watched(self, request), tenant)
 
     def note_admission(self, request: Request) -> None:
-        """The wait for the first admission is over."""
+        """It waits no longer, and if this is its first admission, that wait is measured."""
+        request.let_go(self.now())
         if not request.first_admitted_ns:
             now = request.first_admitted_ns = self.now()
             self.stats.queue_seconds.append((now - request.arrival_ns) / 1e9)
@@ -279,38 +215,13 @@ class CoreScheduler(Scheduler):
         table.computed[slots] = computed
         reached: npt.NDArray[np.bool_] = computed == table.target[slots]
         table.target[slots[reached]] += 1
-        self.seal_full(slots)
+        self.sealing.seal_full(slots)
         return reached
 
     def take_back(self, request: Request, count: int) -> None:
         """Undo `advance` for a row that leaves before its step is sent: nothing of it will be computed."""
         self.table.computed[request.slot] -= count
-        mine = set(request.blocks)
-        undone = {block for step_id, block, _ in self.registered if step_id == self.step_id + 1 and block in mine}
-        for block in undone:
-            self.pool.forget(block)
-        self.registered = deque(entry for entry in self.registered if entry[1] not in undone)
-        self.filled = [entry for entry in self.filled if entry[0] not in undone]
-
-    def seal_full(self, slots: SlotArray) -> None:
-        """Make findable the blocks of these rows whose tokens are all known and computed (or in flight)."""
-        table, size = self.table, self.block_size
-        full = np.minimum(table.computed[slots], table.known[slots]) // size
-        for index in np.flatnonzero(full > table.sealed[slots]).tolist():
-            slot = int(slots[index])
-            table.flush(slot)
-            request = table.request[slot]
-            assert request is not None
-            upto = int(full[index])
-            if self.config.enable_prefix_caching:
-                self._hash_up_to(request, upto)
-                for block_index in range(int(table.sealed[slot]), upto):
-                    block, block_hash = request.blocks[block_index], request.hashes[block_index]
-                    if self.pool.hash_of[block] is None:
-                        self.pool.register(block, block_hash)
-                        self.filled.append((block, block_hash))
-                        self.registered.append((self.step_id + 1, block, block_hash))
-            table.sealed[slot] = upto
+        self.sealing.take_back(request.blocks)
 
     def choose_victim(self) -> Request:
         """The running request that gives its blocks up. Guarded presets spare those that have been victims too often,
@@ -323,57 +234,51 @@ class CoreScheduler(Scheduler):
         return self.strategies.victim.choose(candidates, self.pool)
 
     def preempt(self, request: Request, needy: Request | None = None, *, may_swap: bool = True) -> None:
-        """Suspend a running request: its tokens stay, its row and blocks go, its place in the queue is kept."""
-        computed = int(self.table.computed[request.slot])
-        request.high_water = max(request.high_water, computed)
-        self.table.leave([request.slot])
-        self.left.append(request.id)
-        request.transition(S.PREEMPTED)
-        request.num_preemptions += 1
-        self.stats.preemptions += 1
-        may_swap = may_swap and not request.open  # a session may have nothing to compute when it comes back
-        swapped = may_swap and self.suspension.swap(request, computed)
-        self.pool.release(request.blocks)
-        request.blocks = []
-        way = "swap" if swapped else "recompute"
-        by = {"by": str(needy.id), "by_label": needy.label} if needy else {"by": "", "by_label": ""}
-        request.timeline.add(self.now(), "preempted", **by, computed=computed, recovery=way)
-        if swapped:
-            self.waiting.swapped.append(request)
-        else:
-            self.waiting.push(request, self.now(), keep_place=not self.strategies.preset.victims_rejoin_tail)
+        """Suspend a running request, for the sake of `needy`: its tokens stay, its row and blocks go."""
+        self.suspension.preempt(request, needy, may_swap=may_swap)
 
     def drop_kept(self, request: Request) -> None:
         """A request that doesn't run gives up the KV it has kept, on the device or the host, to compute it again."""
-        if request.slot < 0:
-            self.suspension.forget(request)
-            request.high_water = max(request.high_water, request.kept)
-            self.pool.release(request.blocks)
-            request.blocks, request.kept = [], 0
+        self.suspension.drop_kept(request)
 
     def running_columns(self, rows: SlotArray | None = None) -> Running:
         """The running rows, or these of them, as admission sees them."""
         table = self.table
         rows = table.order if rows is None else rows
-        return Running(table.blocks[rows], table.prompt[rows], table.known[rows], table.total[rows])
+        return Running(table.blocks[rows], table.prompt[rows], table.known[rows], table.total[rows], table.tenant[rows])
+
+    def leave_row(self, request: Request) -> int:
+        """A running request gives up its slot. Returns how many of its tokens were computed; those that it was to
+        compute again and hadn't come to don't count as replayed."""
+        computed = int(self.table.computed[request.slot])
+        not_replayed = max(0, request.high_water - computed)
+        request.num_replayed -= not_replayed
+        self.stats.replayed_tokens -= not_replayed
+        request.high_water = max(request.high_water, computed)
+        self.table.leave([request.slot])
+        self.left.append(request.id)
+        return computed
 
     # --- requests end ---------------------------------------------------------------------------------------
 
     def finish(self, request: Request, status: RequestStatus) -> None:
         """End a request from whatever state it is in: its blocks, its place and its row go, its peer is told."""
         if request.slot >= 0:
-            self.table.leave([request.slot])
-            self.left.append(request.id)
+            self.leave_row(request)
         else:
             self.waiting.remove(request)
         request.transition(status)
-        self.pool.release(request.blocks)
+        self.draining_pages.retire(request.blocks, self.now(), int(self.config.page_release_delay_s * 1e9))
         self.suspension.empty(request)
         request.blocks = []
         del self.requests[request.id]
         self.stats.finished[status.name] = self.stats.finished.get(status.name, 0) + 1
         self.stats.preemption_counts.append(request.num_preemptions)
+        if request.num_outputs and status not in (S.ERROR, S.IGNORED):
+            tenant, at_limit = self.tenant_number(request.tenant), status == S.LENGTH
+            self.strategies.admission.finished(tenant, request.num_outputs, at_limit=at_limit)
         now = self.now()
+        request.let_go(now)
         request.timeline.add(now, status.name.lower(), outputs=request.num_outputs)
         self.history.add(request.id, control.record(self, request))
         self.outbox.of(request.peer).finished.append(
@@ -389,20 +294,25 @@ class CoreScheduler(Scheduler):
                 message=request.end_message,
             )
         )
+        if self.tenants.leave(request.tenant):
+            self.strategies.queue.tenant_gone(request.tenant)
         if not self.requests:
             self.strategies.admission.idle()
 
     # --- steps ----------------------------------------------------------------------------------------------
 
     def schedule(self) -> Step | None:
+        self.expire()
         if not self.requests:
             return None
-        self.expire()
+        self.heads.begin_pass()
+        this = Pass(self)
+        before = self.strategies.admission.ratio
+        if self.paused != "all":
+            this.run()
+        self.heads.end_pass()
         if self.paused == "all":
             return None
-        before = self.strategies.admission.ratio
-        this = Pass(self)
-        this.run()
         if this.preempted:
             self._after_preemptions(this, before)
         if self.strategies.queue.flips != self._flips:
@@ -411,12 +321,12 @@ class CoreScheduler(Scheduler):
         step = this.build(self.step_id + 1)
         if step is None:
             return None
-        if not this.preempted:
-            self.strategies.admission.stepped()
         self.step_id += 1
-        self.left, self.filled = [], []
+        self.left = []
+        self.sealing.step_sent()
         self.suspension.step_sent()
         self.flights.append(this.flight)
+        self.planner.sent(this.flight)
         self.stats.steps += 1
         self.stats.step_rows, self.stats.step_tokens = this.num_rows, this.num_tokens
         self.stats.scheduled_tokens += this.num_tokens
@@ -424,7 +334,6 @@ class CoreScheduler(Scheduler):
         return step
 
     def _after_preemptions(self, this: Pass, ratio_before: float | None) -> None:
-        self.strategies.admission.preempted(self.running_columns())
         ratio, recovery = self.strategies.admission.ratio, self.strategies.recovery
         log.warning(
             "preempted %d requests (%s): %d running, %d waiting, %d of %d blocks free%s%s",
@@ -444,25 +353,15 @@ class CoreScheduler(Scheduler):
     def reset_runner(self, limits: Limits, hash_key: bytes) -> None:
         for request in reversed(self.table.requests()):
             self.preempt(request, may_swap=False)
-            request.incarnation += 1
+            self.renew(request)
         for request in list(self.requests.values()):
             self.suspension.forget(request)
             request.hashes.clear()
             request.blocks, request.kept = [], 0
         self.external.runner_lost()
+        self.heads.forget()
         self._install(limits, hash_key)
-        for request in list(self.requests.values()):
-            self.limit_length(request)
-            if request.num_tokens < request.max_total:
-                continue
-            if request.num_outputs:
-                self.finish(request, S.LENGTH)
-                continue
-            request.end_code = "kv_capacity_exceeded"
-            request.end_message = (
-                f"the prompt has {request.num_tokens} tokens; this runner holds {request.max_total - 1}"
-            )
-            self.finish(request, S.IGNORED)
+        arrivals.fit_again(self)
 
     # --- what others see ------------------------------------------------------------------------------------
 
@@ -503,6 +402,10 @@ class CoreScheduler(Scheduler):
         return len(self.flights)
 
     @property
+    def wakes_ns(self) -> int | None:
+        return self.draining_pages.next_ns
+
+    @property
     def has_requests(self) -> bool:
         return bool(self.requests)
 
@@ -510,32 +413,18 @@ class CoreScheduler(Scheduler):
         """Prompt tokens computed since the start: the clock of token-based ageing."""
         return self.stats.prompt_tokens - self.stats.prefix_hit_tokens
 
-    def tenant_names(self) -> list[str]:
-        """Tenants by the number that rows carry."""
-        return list(self._tenants)
+    @property
+    def queue_flips(self) -> int:
+        """How often the queue's order has changed with its length, under all queue policies so far."""
+        return self._flips_before + self.strategies.queue.flips
+
+    def tenant_number(self, name: str) -> int:
+        """The number by which rows and strategies know a tenant."""
+        return self.tenants.number(name)
 
     def refresh_stats(self) -> Stats:
-        stats = self.stats
-        stats.running = len(self.table)
-        stats.swapped = len(self.waiting.swapped)
-        stats.parked = dict(Counter(request.status.name.lower() for request in self.waiting.parked.values()))
-        stats.preempted_waiting = (
-            stats.swapped + sum(1 for r in self.waiting.queue if r.num_preemptions) if stats.preemptions else 0
-        )
-        stats.waiting = len(self.waiting)
-        stats.free_blocks, stats.usable_blocks = self.pool.num_free, self.pool.num_usable
-        stats.evictions = self.pool.evictions
-        stats.swapped_out_blocks = self.suspension.swapped_out_blocks
-        stats.draining = self.draining
-        stats.queue_flips = self._flips_before + self.strategies.queue.flips
-        stats.new_token_ratio = self.strategies.admission.ratio
-        return stats
+        levels.refresh(self)
+        return self.stats
 
     def check(self) -> list[str]:
-        holders = [request.blocks for request in self.requests.values()]
-        faults = self.pool.check([*holders, *self.external.holders()])
-        waiting = [request.id for request in self.waiting]
-        running = [request.id for request in self.table.requests()]
-        if len(set(waiting + running)) != len(waiting) + len(running) or set(waiting + running) != set(self.requests):
-            faults.append(f"{len(waiting)} waiting and {len(running)} running of {len(self.requests)} requests")
-        return faults + self.suspension.check()
+        return levels.faults(self)

@@ -13,8 +13,9 @@ import msgspec
 
 from protocol.columns import pack_i32
 from protocol.messages import CompileGrammar, Extend, FetchKv, GrammarStatus, KvStatus, RequestStatus
+from protocol.validation import wrong_token
+from scheduler.arrivals import limit_length
 from scheduler.request import Request
-from scheduler.validation import wrong_token
 
 if TYPE_CHECKING:
     from scheduler.core import CoreScheduler
@@ -54,7 +55,7 @@ class External:
             core.finish(request, S.ERROR)
             return
         request.timeline.add(core.now(), "grammar_ready")
-        self._queue_again(request, keep_place=request.first_admitted_ns > 0)
+        self._queue_again(request)
 
     # --- KV from elsewhere ----------------------------------------------------------------------------------
 
@@ -66,8 +67,9 @@ class External:
         """
         core = self._core
         core.waiting.remove(request)
+        request.let_go(core.now())
         request.transition(S.WAITING_FOR_REMOTE_KV)
-        request.incarnation += 1
+        core.renew(request)
         request.blocks = blocks
         request.queued_ns = core.now()
         core.waiting.parked[request.id] = request
@@ -102,7 +104,7 @@ class External:
         request.kept = whole * size
         request.kv_source = ""
         request.timeline.add(core.now(), "kv_arrived", tokens=request.kept, message=message)
-        self._queue_again(request, keep_place=True)
+        self._queue_again(request)
 
     # --- prompts in parts -----------------------------------------------------------------------------------
 
@@ -128,12 +130,7 @@ class External:
         self._open_rows = {request.id for request in still if request and request.open and request.slot >= 0}
 
     def _leave_row(self, request: Request) -> None:
-        table = self._core.table
-        computed = int(table.computed[request.slot])
-        request.high_water = max(request.high_water, computed)
-        table.leave([request.slot])
-        self._core.left.append(request.id)
-        self._park(request, request.blocks, computed)
+        self._park(request, request.blocks, self._core.leave_row(request))
 
     def _park(self, request: Request, blocks: list[int], kept: int) -> None:
         request.transition(S.WAITING_FOR_INPUT)
@@ -153,21 +150,21 @@ class External:
         request.data += message.tokens
         request.num_prompt = request.num_tokens
         request.open = not message.last
-        core.limit_length(request)
+        limit_length(core, request)
         if request.num_tokens >= request.max_total:
             request.end_code = "context_length_exceeded"
             fits = request.max_total - 1
             request.end_message = f"the prompt has grown to {request.num_tokens} tokens; {fits} fit"
             core.finish(request, S.IGNORED)
         elif request.status == S.WAITING_FOR_INPUT:
-            self._queue_again(request, keep_place=True)
+            self._queue_again(request)
 
     # --- for all of them ------------------------------------------------------------------------------------
 
-    def _queue_again(self, request: Request, *, keep_place: bool) -> None:
+    def _queue_again(self, request: Request) -> None:
         del self._core.waiting.parked[request.id]
         request.transition(S.WAITING)
-        self._core.waiting.push(request, self._core.now(), keep_place=keep_place)
+        self._core.waiting.rejoin(request, self._core.now())
 
     def runner_lost(self) -> None:
         """Nothing asked of the former runner will be answered, and no block holds anything any more."""
@@ -175,7 +172,7 @@ class External:
         self.orders, self._transfers, self._open_rows = [], {}, set()
         for request in list(core.waiting.parked.values()):
             if request.status == S.WAITING_FOR_REMOTE_KV:
-                self._queue_again(request, keep_place=True)
+                self._queue_again(request)
             elif request.status == S.WAITING_FOR_GRAMMAR:
                 self.order_grammar(request)
         for request in [request for request in core.waiting.queue if request.params.grammar]:

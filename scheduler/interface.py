@@ -36,6 +36,10 @@ class Stats:
     preempted_waiting: int = 0
     free_blocks: int = 0
     usable_blocks: int = 0
+    draining_blocks: int = 0
+    """Neither free nor held by a request: see `page_release_delay_s`."""
+    reserved_blocks: int = 0
+    """What the running may hold at most, where admission promises it to them."""
     steps: int = 0
     started: int = 0
     finished: dict[str, int] = field(default_factory=dict)
@@ -44,6 +48,7 @@ class Stats:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     replayed_tokens: int = 0
+    """Counted when a request enters again; what it hasn't come to when it leaves is taken off."""
     scheduled_tokens: int = 0
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
@@ -57,6 +62,7 @@ class Stats:
     queue_flips: int = 0
     draining: bool = False
     new_token_ratio: float | None = None
+    forecast_peak_blocks: float | None = None
     queue_seconds: list[float] = field(default_factory=list)
     preemption_counts: list[int] = field(default_factory=list)
     step_tokens: int = 0
@@ -140,6 +146,11 @@ class Scheduler(ABC):
     @abstractmethod
     def in_flight(self) -> int:
         """Steps whose result is awaited."""
+
+    @property
+    def wakes_ns(self) -> int | None:
+        """When, by the clock, a pass may do what it can't do now, though nothing comes; None for never."""
+        return None
 
     @property
     @abstractmethod

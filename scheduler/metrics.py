@@ -60,6 +60,9 @@ class Metrics:
         self.new_token_ratio = gauge(
             "new_token_ratio", "Predictive admission: share of their limits that running requests are expected to use"
         )
+        self.forecast_peak = gauge(
+            "forecast_peak_blocks", "Forecast admission: KV blocks at the fullest, with the newcomer last tested"
+        )
         self.preemptions_per_request = Histogram(
             PREFIX + "request_preemptions",
             "Preemptions of each request that has ended",
@@ -113,10 +116,13 @@ class Metrics:
             self.waiting.labels(reason.removeprefix("waiting_for_")).set(stats.parked.get(reason, 0))
         if stats.new_token_ratio is not None:
             self.new_token_ratio.set(stats.new_token_ratio)
+        if stats.forecast_peak_blocks is not None:
+            self.forecast_peak.set(stats.forecast_peak_blocks)
         held = stats.usable_blocks - stats.free_blocks
         self.kv_usage.set(held / stats.usable_blocks if stats.usable_blocks else 0)
         self.kv_blocks.labels("free").set(stats.free_blocks)
-        self.kv_blocks.labels("held").set(held)
+        self.kv_blocks.labels("held").set(held - stats.draining_blocks)
+        self.kv_blocks.labels("draining").set(stats.draining_blocks)
         self.in_flight.set(in_flight)
         for counter, total in (
             (self.steps, stats.steps),

@@ -6,8 +6,7 @@ admissions are touched one by one.
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -16,9 +15,11 @@ import numpy.typing as npt
 
 from protocol.columns import pack_i32, pack_u64
 from protocol.messages import NewRequest, Step
+from scheduler.making_way import make_way, reclaim, retract
+from scheduler.planning import carry_out
 from scheduler.policies.admission import AdmissionTest, Candidate
-from scheduler.policies.batch import Counts, deal
-from scheduler.policies.urgent import Holder, make_room
+from scheduler.policies.batch import UNLIMITED, Counts, deal
+from scheduler.policies.prefill_budget import Chunk
 from scheduler.request import Request
 from scheduler.table import SlotArray
 
@@ -40,6 +41,8 @@ class Flight:
     sampled_ids: npt.NDArray[np.uint64]
     num_tokens: int
     num_copied: int
+    num_attended: int
+    """Tokens that its rows have in the KV after it, together."""
     swapped: list[tuple[int, int]]
     """(id, incarnation) of the requests whose KV this step copies to the host."""
 
@@ -60,47 +63,98 @@ class Pass:
         self.core = core
         self.budget = core.token_budget
         self.cap = core.strategies.batch.cap(len(core.table) + len(core.waiting), self.budget)
+        self.caps: Counts | None = None
+        """By slot, the most that a row may compute, where a plan says so."""
         self.preempted: list[Request] = []
         self._served: list[_Served] = []
         self._grown: dict[int, list[int]] = {}
-        self._new: list[NewRequest] = []
+        self.new: list[Request] = []
+        """Who has entered in this pass."""
         self._swap_in: list[int] = []
+        self._begun = False
+        self.decoding: SlotArray | None = None
+        """The rows that decode, where admission counts them apart from those whose prompt is under way."""
+        self._decoded = False
+        self.short = False
+        """Whether somebody was preempted for want of blocks."""
 
     def run(self) -> None:
-        """Decide. A pass that has preempted for want of blocks admits nobody."""
-        table, batch = self.core.table, self.core.strategies.batch
+        """Decide, and tell the admission policy, once, if somebody was preempted for want of blocks."""
+        self._decide()
+        if self.short:
+            self.core.strategies.admission.preempted(self.core.running_columns())
+
+    def _decide(self) -> None:
+        """Serve, then admit. A pass that has preempted for want of blocks admits nobody."""
+        core, batch = self.core, self.core.strategies.batch
+        if (plan := core.planner.plan(self)) is not None:
+            carry_out(plan, self)
+            return
+        table, sized = core.table, core.strategies.admission.sizes_prompts
+        reserves = core.strategies.admission.reserves
+        if reserves:
+            self.admit_waiting()
         rows = batch.order(table)
-        if not batch.prefill_first:
-            self._run_rows(rows)
-            if not self.preempted:
-                self._admit_waiting()
+        if not (batch.prefill_first or sized):
+            self.run_rows(rows)
+            if not (self.preempted or reserves):
+                self.admit_waiting()
             return
         behind = batch.prefilling(table, rows)
-        self._run_rows(rows[behind])
-        if not self.preempted:
-            self._admit_waiting()
-        if not self._anything:
-            self._run_rows(rows[~behind])
+        prompts, decoding = rows[behind], rows[~behind]
+        if not batch.prefill_first:
+            self.run_rows(decoding)
+        if sized:
+            self.decoding = decoding[table.live[decoding]]
+            self._continue_prompts(prompts)
+        else:
+            self.run_rows(prompts)
+        if not (self.preempted or reserves):
+            self.admit_waiting()
+        if batch.prefill_first and not self.anything:
+            self.run_rows(decoding[table.live[decoding]])
 
     @property
-    def _anything(self) -> bool:
+    def anything(self) -> bool:
         return any(len(served.slots) for served in self._served)
 
     @property
     def _others(self) -> bool:
         """Whether a newcomer would share the batch: rows of a prefill-first step that decode come later, but come."""
-        return self._anything or (self.core.strategies.batch.prefill_first and len(self.core.table) > 0)
+        return self.anything or (self.core.strategies.batch.prefill_first and len(self.core.table) > 0)
 
     # --- rows that run --------------------------------------------------------------------------------------
 
-    def _run_rows(self, pending: SlotArray) -> None:
-        """Serve these rows in order. Whoever can't get a block makes the victim policy choose, and retries."""
+    def _continue_prompts(self, prompts: SlotArray) -> None:
+        """Prompts under way get what the admission policy grants them, as far as there are blocks for it."""
+        core, table, size = self.core, self.core.table, self.core.block_size
+        if not len(prompts):
+            return
+        self.begin_admission()
+        for slot in prompts.tolist():
+            if not table.live[slot] or self.budget <= 0:
+                continue
+            done, known = int(table.computed[slot]), int(min(table.target[slot], table.final[slot]))
+            limit = core.strategies.queue.chunk_limit(self.budget, known - done, core.view)
+            prompt = Chunk(known, done, int(table.total[slot] - table.prompt[slot]))
+            granted = core.strategies.admission.resume(prompt, limit)
+            room = (int(table.blocks[slot]) + core.pool.num_free) * size - done
+            granted = min(granted, room if room > 0 else granted, self.cap)
+            if granted > 0:
+                self.run_rows(np.array([slot], np.intp), granted)
+
+    def run_rows(self, pending: SlotArray, cap: int | None = None) -> None:
+        """Serve these rows in order, each up to `cap` tokens. Whoever can't get a block makes the victim policy choose,
+        and retries."""
         core = self.core
         table, pool, size = core.table, core.pool, core.block_size
-        granted = self.cap  # what the first row in `pending` was dealt before somebody made room for it
+        cap = self.cap if cap is None else cap
+        granted = cap  # what the first row in `pending` was dealt before somebody made room for it
         while len(pending):
             computed = table.computed[pending]
-            wanted = np.minimum(np.minimum(table.target[pending], table.final[pending]) - computed, self.cap)
+            wanted = np.minimum(np.minimum(table.target[pending], table.final[pending]) - computed, cap)
+            if self.caps is not None:
+                wanted = np.minimum(wanted, self.caps[pending])
             wanted[0] = min(wanted[0], granted)
             counts = deal(wanted, self.budget)
             growth = (computed + counts + (size - 1)) // size - table.blocks[pending]
@@ -110,14 +164,18 @@ class Pass:
                 self._serve(pending, counts, growth, growing)
                 break
             needy = int(growing[short[0]])
+            if wanted[needy] == 1 and (left := retract(self, pending, wanted, needy)) is not None:
+                pending = left
+                continue
+            self.short = True
             self._serve(pending[:needy], counts[:needy], growth, growing[: short[0]])
             needy_request = table.request[int(pending[needy])]
-            victim_slot = self._preempt(core.choose_victim(), needy_request)
+            victim_slot = self.preempt(core.choose_victim(), needy_request)
             pending = pending[needy:]
             if victim_slot == pending[0]:
                 if core.strategies.preset.self_victim_ends_phase:
                     break
-                granted = self.cap
+                granted = cap
             else:
                 granted = int(counts[needy])
             pending = pending[pending != victim_slot]
@@ -134,10 +192,12 @@ class Pass:
             request.blocks += blocks
             table.blocks[slot] = len(request.blocks)
             self._grown[slot] = blocks
+        if self.core.strategies.admission.counts_decodes and not self._decoded:
+            self._decoded = bool(((table.target[slots] - table.computed[slots] == 1) & (counts > 0)).any())
         self.budget -= int(counts.sum())
         self._served.append(_Served(slots, counts))
 
-    def _preempt(self, victim: Request, needy: Request | None) -> int:
+    def preempt(self, victim: Request, needy: Request | None) -> int:
         """Suspend a running request and undo what this pass has given it. Returns the slot it had."""
         slot = victim.slot
         for served in self._served:
@@ -165,33 +225,50 @@ class Pass:
 
     # --- those who wait -------------------------------------------------------------------------------------
 
-    def _admit_waiting(self) -> None:
+    def admit_waiting(self) -> None:
         """Admit until a test binds. Swapped requests return first; a head that doesn't fit blocks those behind it."""
         core = self.core
         if not len(core.waiting):
             return
         allowed = core.strategies.batch.admissions(len(core.table), len(core.waiting), core.table.limit)
-        if self._limits_hold() is None:  # else nobody will be tested
-            core.strategies.admission.begin(core.running_columns(), core.pool.num_free)
-        while allowed > 0 and (head := core.waiting.next_swapped()) is not None:
-            bound = self._limits_hold() or self._return(head)
-            if bound is not None and not (bound == AdmissionTest.BLOCKS and self._reclaim(head)):
-                core.hold(head, bound)
-                return
-            allowed -= bound is None
+        if self.limits_hold() is None:  # else nobody will be tested
+            self.begin_admission()
+        allowed = self.return_swapped(allowed)
         while allowed > 0:
-            bound = self._limits_hold()
+            bound = self.limits_hold()
             first = self._first(exact=bound is None)
             if first is None:
                 return
-            bound = bound or self._enter(first)
-            if bound == AdmissionTest.BLOCKS and self._reclaim(first):
+            bound = bound or self.enter(first)
+            if bound == AdmissionTest.BLOCKS and reclaim(self, first):
                 continue
             if bound is not None:
                 core.hold(first, bound)
-                if self._make_way(first, bound) or not self._pass_by(first, bound):
+                if make_way(self, first, bound) or not self._pass_by(first, bound):
                     return
             allowed -= 1
+
+    def return_swapped(self, allowed: int = UNLIMITED) -> int:
+        """Bring back those that were swapped out, `allowed` at most. How many may still enter: none if a test binds."""
+        core = self.core
+        while allowed > 0 and (head := core.waiting.next_swapped()) is not None:
+            bound = self.limits_hold() or self._return(head)
+            if bound is not None and not (bound == AdmissionTest.BLOCKS and reclaim(self, head)):
+                core.hold(head, bound)
+                return 0
+            allowed -= bound is None
+        return allowed
+
+    def begin_admission(self, *, anew: bool = False) -> None:
+        """Tell the admission policy what it admits beside, once in a pass unless `anew`."""
+        if self._begun and not anew:
+            return
+        self._begun = True
+        core, decoding = self.core, self.decoding
+        served = 0 if core.strategies.batch.prefill_first or decoding is None else core.token_budget - self.budget
+        rows = core.running_columns(decoding)
+        core.strategies.admission.draining = core.draining_pages.count()
+        core.strategies.admission.begin(rows, core.pool.num_free, core.token_budget, served)
 
     def _first(self, *, exact: bool) -> Request | None:
         """The next one who may enter. While a plain limit holds, the order isn't made anew just to name the head."""
@@ -202,21 +279,7 @@ class Pass:
             return waiting.front(core.now())
         return next(waiting.candidates(core.view, core.now()), None)
 
-    def _reclaim(self, head: Request) -> bool:
-        """When nothing runs, what keeps the head out are blocks of requests that don't: the newest gives its up.
-
-        It computes them again, or hits those that nobody has overwritten by then.
-        """
-        core = self.core
-        if len(core.table) or self._anything:
-            return False
-        holder = core.waiting.newest_holder(head)
-        if holder is not None:
-            core.drop_kept(holder)
-            core.strategies.admission.begin(core.running_columns(), core.pool.num_free)
-        return holder is not None
-
-    def _limits_hold(self) -> AdmissionTest | None:
+    def limits_hold(self) -> AdmissionTest | None:
         """The two plain limits: tokens left in this step, slots left in the batch."""
         if self.budget <= 0:
             return AdmissionTest.TOKENS
@@ -227,19 +290,19 @@ class Pass:
     def _pass_by(self, head: Request, bound: AdmissionTest) -> bool:
         """Let one of those behind a head that lacks blocks enter in its place, a bounded number of times."""
         core = self.core
-        if bound not in (AdmissionTest.BLOCKS, AdmissionTest.WATERMARK) or not core.strategies.preset.guarded:
+        if bound in (AdmissionTest.TOKENS, AdmissionTest.SLOTS) or not core.strategies.preset.guarded:
             return False
         if head.num_bypassed >= core.config.max_bypasses:
             return False
         for request in list(islice(core.waiting.candidates(core.view, core.now()), 1, LOOK_PAST + 1)):
-            if core.may_enter(request) and self._enter(request) is None:
+            if core.may_enter(request) and self.enter(request) is None:
                 head.num_bypassed += 1
                 return True
         return False
 
-    def _enter(self, request: Request) -> AdmissionTest | None:
+    def enter(self, request: Request) -> AdmissionTest | None:
         """Test, look up, allocate and size the first chunk as one decision. The test that binds, or None."""
-        bound = self._limits_hold()
+        bound = self.limits_hold()
         if bound is not None:
             return bound
         core, pool, size = self.core, self.core.pool, self.core.block_size
@@ -252,11 +315,14 @@ class Pass:
             count, first = 0, max(0, (known - 1) // size - len(hit))
         else:
             count = min((known - 1 if request.open else known) - start, self.cap, self.budget)
-            first = max(0, -(-(start + count) // size) - len(hit))
-        candidate = self._candidate(request, hit, first)
+            first = max(0, -(-(start + count) // size) - len(hit)) if not core.strategies.admission.reserves else 0
+        candidate = self.candidate(request, hit, first)
         bound = core.strategies.admission.test(candidate, pool.num_free, pool.num_blocks, self._others)
         if bound is not None:
             return bound
+        if count > 0 and (extent := core.strategies.admission.extent(count)) < count:
+            count = extent
+            first = max(0, -(-(start + count) // size) - len(hit))
         if not held:
             pool.hold(hit)
         taken = pool.take(first)
@@ -270,17 +336,19 @@ class Pass:
         self._begin(request, hit + taken, start, count)
         return None
 
-    def _candidate(self, request: Request, hit: list[int], first: int) -> Candidate:
+    def candidate(self, request: Request, hit: list[int], first: int) -> Candidate:
         """A waiter with these leading blocks, its own or cached ones, and `first` more to take now."""
         pool, size = self.core.pool, self.core.block_size
         reused = 0 if request.blocks else pool.count_free(hit)
         return Candidate(
             now=first + reused,
             whole=max(0, -(-request.num_tokens // size) - len(hit)) + reused,
+            prompt_tokens=request.num_prompt,
             known_tokens=request.num_tokens,
             total_tokens=request.max_total,
-            matched_tokens=len(hit) * size,
+            matched_tokens=request.kept // size * size if request.blocks else len(hit) * size,
             reused=reused,
+            tenant=self.core.tenant_number(request.tenant),
         )
 
     def _return(self, request: Request) -> AdmissionTest | None:
@@ -291,11 +359,21 @@ class Pass:
         if count <= 0:
             return AdmissionTest.TOKENS  # the token that its last step sampled is still in flight
         now, whole = -(-(kept + count) // size), -(-known // size)
-        candidate = Candidate(now=now, whole=whole, known_tokens=known, total_tokens=request.max_total)
+        candidate = Candidate(
+            now=now,
+            whole=whole,
+            prompt_tokens=request.num_prompt,
+            known_tokens=known,
+            total_tokens=request.max_total,
+            matched_tokens=kept // size * size,
+            reused=kept // size,
+            tenant=core.tenant_number(request.tenant),
+        )
         bound = core.strategies.admission.test(candidate, pool.num_free, pool.num_blocks, self._others)
         if bound is not None:
             return bound
-        blocks = pool.take(now)
+        count = core.strategies.admission.extent(count)
+        blocks = pool.take(-(-(kept + count) // size))
         for device, host in zip(blocks, request.host_blocks, strict=False):
             self._swap_in += (device, host)
         core.strategies.admission.admitted(candidate)
@@ -303,72 +381,15 @@ class Pass:
         return None
 
     def _begin(self, request: Request, blocks: list[int], start: int, count: int) -> None:
-        """A request runs from here on: its first `count` tokens after `start` are in this step."""
+        """A request runs from here on: its first `count` tokens after `start` are in this step, or as many as it gets
+        in its turn, now or later, if it has entered on a promise."""
         slot = self.core.admit(request, blocks, start)
+        self.new.append(request)
+        if self.core.strategies.admission.reserves:
+            return
         self.budget -= count
-        self._new.append(
-            NewRequest(
-                id=request.id,
-                incarnation=request.incarnation,
-                tokens=bytes(request.data),
-                num_prompt=request.num_prompt,
-                num_computed=start,
-                block_ids=pack_i32(request.blocks),
-                params=request.params,
-            )
-        )
         self._served.append(_Served(np.array([slot], np.intp), np.array([count], np.int32)))
         self._advance()
-
-    def _make_way(self, head: Request, bound: AdmissionTest) -> bool:
-        """An urgent head takes slots or blocks from running requests that are less urgent by more than the threshold.
-
-        All or nothing, counting its whole prompt and what the victims share with it, with one another and with others.
-        Nobody else enters in this pass, and nobody has: a newcomer may rely on blocks that a victim was to fill.
-        """
-        core, threshold = self.core, self.core.config.priority_preemption_threshold
-        if core.strategies.queue.name != "priority" or threshold < 0 or bound == AdmissionTest.TOKENS or self._new:
-            return False
-        table = core.table
-        if not len(table) or int(table.priority[table.order].max()) - head.priority <= threshold:
-            return False
-        running = table.requests()
-        holders = [Holder(r.priority, r.arrival, 0) for r in running]
-        count = 1 if len(table) >= table.limit else 0
-        victims = make_room(head.priority, 0, count, holders, threshold=threshold)
-        while victims is not None and self._lacking_without(head, [running[i] for i in victims]) > 0:
-            victims = make_room(head.priority, 0, len(victims) + 1, holders, threshold=threshold)
-        if not victims:
-            return False
-        for index in victims:
-            self._preempt(running[index], head)
-        core.strategies.admission.begin(core.running_columns(), core.pool.num_free)
-        return self._enter(head) is None
-
-    def _lacking_without(self, head: Request, victims: list[Request]) -> int:
-        """Blocks that admission would still ask for if these had left. Touches nothing."""
-        core, pool, size = self.core, self.core.pool, self.core.block_size
-        leaving = Counter(block for victim in victims for block in victim.blocks)
-        freed = sum(1 for block, count in leaving.items() if pool.refs[block] == count)
-        hit = head.blocks or core.find_hit(head)
-        final = (head.num_tokens - 1 if head.open else head.num_tokens) - len(hit) * size
-        first = max(0, -(-min(final, self.cap, self.core.token_budget) // size))
-        candidate = self._candidate(head, hit, first)
-        if not head.blocks:
-            shared = sum(1 for block in hit if leaving[block] and pool.refs[block] == leaving[block])
-            candidate = replace(
-                candidate,
-                now=candidate.now + shared,
-                whole=candidate.whole + shared,
-                reused=candidate.reused + shared,
-            )
-        gone = {victim.slot for victim in victims}
-        rows = core.table.order[[slot not in gone for slot in core.table.order.tolist()]]
-        admission, free = core.strategies.admission, pool.num_free + freed
-        admission.begin(core.running_columns(rows), free)
-        lacking = admission.lacking(candidate, free, pool.num_blocks, len(rows) > 0)
-        admission.begin(core.running_columns(), pool.num_free)
-        return lacking
 
     # --- the step -------------------------------------------------------------------------------------------
 
@@ -382,24 +403,27 @@ class Pass:
         counts = np.concatenate([entry.counts for entry in served]) if served else np.empty(0, np.int32)
         sampled = np.concatenate([entry.sampled for entry in served if entry.sampled is not None] or [slots > 0])
         self.num_rows, self.num_tokens = len(slots), int(counts.sum())
+        if not self.short:
+            core.strategies.admission.stepped(decoded=self._decoded)
         assert self.num_tokens <= core.token_budget
         ids = table.id[slots]
         copies = (len(core.suspension.copies) + len(self._swap_in)) // 2
         self.flight = Flight(
             step_id, ids, table.incarnation[slots], slots[sampled], ids[sampled], self.num_tokens, copies,
-            core.suspension.copied,
+            int(table.computed[slots].sum()), core.suspension.copied,
         )  # fmt: skip
         rows = np.empty(table.capacity, np.int32)
         rows[slots] = np.arange(len(slots), dtype=np.int32)
+        new = self._introduce(slots, counts)
         grown = list(self._grown)
-        # A block that was given to somebody else since it was sealed holds that content no longer.
-        filled = [(block, block_hash) for block, block_hash in core.filled if core.pool.hash_of[block] == block_hash]
+        core.strategies.batch.served(table, slots)
+        filled = core.sealing.filled()
         return Step(
             epoch=core.epoch,
             step_id=step_id,
             ids=ids.tobytes(),
             num_tokens=counts.tobytes(),
-            new=self._new,
+            new=new,
             left=pack_u64(core.left),
             grow_rows=rows[grown].tobytes(),
             grow_counts=pack_i32([len(self._grown[slot]) for slot in grown]),
@@ -409,3 +433,15 @@ class Pass:
             swap_out=pack_i32(core.suspension.copies),
             swap_in=pack_i32(self._swap_in),
         )
+
+    def _introduce(self, slots: SlotArray, counts: Counts) -> list[NewRequest]:
+        """The requests of these rows that the runner doesn't know yet. What they have been given is in their tables."""
+        table, found = self.core.table, []
+        for index in np.flatnonzero(~table.sent[slots]).tolist():
+            slot = int(slots[index])
+            request = table.request[slot]
+            assert request is not None
+            self._grown.pop(slot, None)
+            found.append(request.introduced(int(table.computed[slot] - counts[index])))
+        table.sent[slots] = True
+        return found

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 from scheduler.config import SchedulerConfig
-from scheduler.policies.admission import ADMISSION_POLICIES, AdmissionOptions, AdmissionPolicy
-from scheduler.policies.batch import BATCH_POLICIES, BatchOptions, BatchPolicy
-from scheduler.policies.queue import QUEUE_POLICIES, QueueOptions, QueuePolicy
+from scheduler.policies.admission import AdmissionOptions, AdmissionPolicy, Credit, Optimistic, Predictive
+from scheduler.policies.arranged import ARRANGED, Arranged
+from scheduler.policies.batch import BatchOptions, BatchPolicy, Dynamic, Mixed, PrefillFirst, Serial, Static
+from scheduler.policies.fair import Fair
+from scheduler.policies.forecast import Forecast
+from scheduler.policies.on_time import OnTime
+from scheduler.policies.paced import Paced
+from scheduler.policies.queue import Deadline, Fcfs, LongestOutputFirst, Priority, QueueOptions, QueuePolicy, Random
 from scheduler.policies.recovery import RECOVERY_POLICIES, RecoveryPolicy
-from scheduler.policies.victim import VICTIM_POLICIES, VictimPolicy
+from scheduler.policies.victim import VICTIM_POLICIES, VictimOptions, VictimPolicy
+
+QUEUE_POLICIES: dict[str, Callable[[QueueOptions | None], QueuePolicy]] = {
+    **{policy.name: policy for policy in (Fcfs, Priority, LongestOutputFirst, Random, Fair, Deadline, OnTime)},
+    **{name: partial(Arranged, name) for name in ARRANGED},
+}
+BATCH_POLICIES: dict[str, Callable[[BatchOptions], BatchPolicy]] = {
+    policy.name: policy for policy in (Mixed, Paced, PrefillFirst, Serial, Static, Dynamic)
+}
+ADMISSION_POLICIES: dict[str, Callable[[AdmissionOptions], AdmissionPolicy]] = {
+    policy.name: policy for policy in (Optimistic, Predictive, Forecast, Credit)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +35,9 @@ class Preset:
     """One choice per decision, and the details in which the originals differ.
 
     `decodes_first`: a step serves decode rows before prefill chunks, instead of in running order.
+    `rotating`: who was served first is last the next time, among decodes and among prefill chunks.
     `self_victim_ends_phase`: when the row that needs a block is itself the victim, no row behind it runs in this step.
+    `retracts_until_fit`: when decodes lack blocks, victims leave in one go until the rest fit, before anyone is served.
     `victims_rejoin_tail`: a victim goes to the end of the queue instead of keeping its place.
     `guarded`: the guarantees beyond the originals hold: age bound, bounded preemption and bypassing, and no victim that
     frees nothing.
@@ -30,7 +49,9 @@ class Preset:
     victim: str = "last-admitted"
     recovery: str = "recompute"
     decodes_first: bool = True
+    rotating: bool = False
     self_victim_ends_phase: bool = False
+    retracts_until_fit: bool = False
     victims_rejoin_tail: bool = False
     guarded: bool = True
 
@@ -39,16 +60,17 @@ _SGLANG = Preset(
     admission="predictive",
     batch="prefill-first",
     victim="least-progress",
+    retracts_until_fit=True,
     victims_rejoin_tail=True,
     guarded=False,
 )
 
 PRESETS: dict[str, Preset] = {
-    "triptych": Preset(),
+    "triptych": Preset(queue="on-time", batch="paced"),
     "vllm": Preset(decodes_first=False, self_victim_ends_phase=True, guarded=False),
     "sglang": _SGLANG,
     "sglang-lpm": replace(_SGLANG, queue="lpm"),
-    "credit": Preset(admission="credit", guarded=False),
+    "credit": Preset(admission="credit", batch="mixed", rotating=True, guarded=False),
 }
 
 
@@ -100,6 +122,7 @@ def choose(config: SchedulerConfig, block_size: int, previous: Strategies | None
     fresh = _make(config, block_size)
     if previous is None:
         return fresh
+    fresh.admission.inherit(previous.admission)
     kept = {}
     for field in ("queue", "admission", "batch", "victim", "recovery"):
         old, new = getattr(previous, field), getattr(fresh, field)
@@ -113,17 +136,38 @@ def _make(config: SchedulerConfig, block_size: int) -> Strategies:
     weights = tenant_weights(config.tenant_weights)
     return Strategies(
         queue=QUEUE_POLICIES[preset.queue](
-            QueueOptions(config.queue_seed, config.queue_fallback_waiting, weights=weights)
+            QueueOptions(
+                config.queue_seed,
+                config.queue_fallback_waiting,
+                weights=weights,
+                has_cache=config.enable_prefix_caching,
+                slo_ttft_s=config.slo_ttft_s,
+                grace_s=config.max_queue_age_s,
+                patience=config.late_patience,
+                most_late=config.late_share,
+            )
         ),
         admission=ADMISSION_POLICIES[preset.admission](
-            AdmissionOptions(block_size, config.watermark, config.schedule_conservativeness, config.clip_max_new_tokens)
+            AdmissionOptions(
+                block_size,
+                config.watermark,
+                config.schedule_conservativeness,
+                config.clip_max_new_tokens,
+                config.forecast_confidence,
+                config.forecast_memory,
+            )
         ),
         batch=BATCH_POLICIES[preset.batch](
             BatchOptions(
-                config.long_prefill_token_threshold, config.long_prefill_token_threshold_adaptive, preset.decodes_first
+                config.long_prefill_token_threshold,
+                config.long_prefill_token_threshold_adaptive,
+                preset.decodes_first,
+                rotating=preset.rotating,
+                slo_ttft_s=config.slo_ttft_s,
+                slo_tpot_s=config.slo_tpot_s,
             )
         ),
-        victim=VICTIM_POLICIES[preset.victim](),
+        victim=VICTIM_POLICIES[preset.victim](VictimOptions(preset.retracts_until_fit)),
         recovery=RECOVERY_POLICIES[preset.recovery](),
         preset=preset,
     )

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from protocol.messages import RequestStatus, SamplingParams
+from protocol.columns import pack_i32
+from protocol.messages import NewRequest, RequestStatus, SamplingParams
+from scheduler.hashing import CacheKeys
 from scheduler.timeline import Timeline
+
+if TYPE_CHECKING:
+    from scheduler.policies.peak import Outlook
 
 S = RequestStatus
 
@@ -44,7 +50,7 @@ class Request:
     priority: int = 0
     arrival: int = 0
     label: str = ""
-    salt: str = ""
+    cache_keys: CacheKeys = ()
     tenant: str = ""
     routing_key: str = ""
     kv_source: str = ""
@@ -65,6 +71,9 @@ class Request:
     deadline_ns: int = 0
     expires_ns: int = 0
     first_admitted_ns: int = 0
+    first_token_ns: int = 0
+    timely: bool = False
+    """Whether the first token came within its objective."""
     num_cached: int = -1
     num_preemptions: int = 0
     num_failures: int = 0
@@ -72,7 +81,12 @@ class Request:
     num_replayed: int = 0
     high_water: int = 0
     held: dict[str, int] = field(default_factory=dict)
-    """Passes for which each admission test kept the request at the head of the queue."""
+    """Passes for which each admission test kept the request at the head of the queue; the latest test comes last."""
+    held_ns: dict[str, int] = field(default_factory=dict)
+    """How long each has, up to `held_since_ns`: from then on it is the latest one, None if the request isn't held."""
+    held_since_ns: int | None = None
+    outlook: Outlook | None = None
+    """What the forecast said when it last kept the request out."""
     end_code: str = ""
     end_message: str = ""
     stop_token: int = -1
@@ -93,9 +107,36 @@ class Request:
         """The test that held it back most recently; empty if none has."""
         return next(reversed(self.held), "") if self.held else ""
 
-    def held_back(self, test: str) -> None:
+    def held_back(self, test: str, now_ns: int) -> None:
         """One more pass at the head of the queue without entering, because of `test`."""
+        self.let_go(now_ns)
         self.held[test] = self.held.pop(test, 0) + 1
+        self.held_since_ns = now_ns
+
+    def let_go(self, now_ns: int) -> None:
+        """Nothing holds the request any more; the time goes to the test that did."""
+        if self.held_since_ns is not None:
+            self.held_ns[self.held_by] = self.held_ns.get(self.held_by, 0) + now_ns - self.held_since_ns
+            self.held_since_ns = None
+
+    def held_ms(self, now_ns: int) -> dict[str, float]:
+        """How long each admission test has held the request, until now."""
+        spent = {test: self.held_ns.get(test, 0) for test in self.held}
+        if self.held_since_ns is not None:
+            spent[self.held_by] += now_ns - self.held_since_ns
+        return {test: round(ns / 1e6, 3) for test, ns in spent.items()}
+
+    def introduced(self, num_computed: int) -> NewRequest:
+        """What tells a runner all about it; the KV of its first `num_computed` tokens is in its blocks."""
+        return NewRequest(
+            id=self.id,
+            incarnation=self.incarnation,
+            tokens=bytes(self.data),
+            num_prompt=self.num_prompt,
+            num_computed=num_computed,
+            block_ids=pack_i32(self.blocks),
+            params=self.params,
+        )
 
     def transition(self, to: RequestStatus) -> None:
         """Change state. Raises IllegalTransition, naming both states, if the table doesn't allow it."""

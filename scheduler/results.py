@@ -8,7 +8,6 @@ stale and dropped.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,10 +45,10 @@ def _apply(core: CoreScheduler, flight: Flight, result: StepResult) -> None:
     if result.failure is not None:
         _fail(core, flight, result.failure)
         return
-    while core.registered and core.registered[0][0] <= flight.step_id:
-        core.registered.popleft()
+    core.sealing.step_done(flight.step_id)
     core.suspension.rates.saw_step(flight.num_tokens, len(flight.ids), (result.execute_ns - result.copy_ns) / 1e9)
     core.suspension.rates.saw_copy(flight.num_copied * core.limits.kv_bytes_per_block, result.copy_ns / 1e9)
+    core.planner.returned(flight, result)
     for error in result.errors:
         _fail_row(core, error)
     _apply_tokens(core, flight, result)
@@ -81,12 +80,13 @@ def _apply_tokens(core: CoreScheduler, flight: Flight, result: StepResult) -> No
         table.tail[slots, positions % core.block_size] = tokens
         table.known[slots] = positions + 1
         core.outbox.add_tokens(table.peer[slots], ids, positions - table.prompt[slots], tokens)
+        core.planner.note_first_tokens(slots[positions == table.prompt[slots]])
         core.stats.generated_tokens += len(slots)
-        core.seal_full(slots)
+        core.sealing.seal_full(slots)
         if core.strategies.queue.wants_charges:
             served = np.bincount(table.tenant[slots])
-            names = core.tenant_names()
-            core.strategies.queue.charge({names[n]: OUTPUT_COST * served[n] for n in np.flatnonzero(served).tolist()})
+            numbers, name = np.flatnonzero(served).tolist(), core.tenants.name
+            core.strategies.queue.charge({name(n): OUTPUT_COST * served[n] for n in numbers})
         if fresh is not None:
             fresh.update(zip(ids.tolist(), positions.tolist(), strict=True))
     if fresh is not None:
@@ -170,6 +170,14 @@ def _end_rows(core: CoreScheduler, slots: SlotArray, tokens: npt.NDArray[np.int3
         core.finish(request, S(int(status[index])))
 
 
+def is_watched(core: CoreScheduler, request: Request) -> bool:
+    """Whether something other than the model's end tokens and its length can end the request."""
+    params = request.params
+    usual_end = not params.eos_token_ids or set(params.eos_token_ids) == set(core.limits.eos_token_ids)
+    repetition = params.repetition_max_pattern > 0
+    return bool(params.stop_token_ids) or params.min_tokens > 0 or not usual_end or repetition
+
+
 def _end_of(core: CoreScheduler, request: Request, token: int) -> RequestStatus | None:
     """How `token`, the newest of the request's outputs, ends it by its own conditions; None if it doesn't."""
     params = request.params
@@ -218,9 +226,7 @@ def _fail_row(core: CoreScheduler, error: RowError) -> None:
     request = core.requests.get(error.id)
     if request is not None and request.incarnation == error.incarnation:
         request.end_code, request.end_message = error.code, error.message
-        for block in request.blocks:
-            core.pool.forget(block)  # whatever made this row fail may be in its KV: nobody else shall read it
-        core.filled = [entry for entry in core.filled if core.pool.hash_of[entry[0]] == entry[1]]
+        core.sealing.forget(request.blocks)  # whatever made this row fail may be in its KV
         core.finish(request, S.ERROR)
 
 
@@ -232,11 +238,7 @@ def _fail(core: CoreScheduler, flight: Flight, failure: StepFailure) -> None:
     """
     core.stats.failed_steps += 1
     log.error("step %d failed (%s): %s", flight.step_id, failure.code, failure.message)
-    for step_id, block, block_hash in core.registered:
-        if step_id >= flight.step_id and core.pool.hash_of[block] == block_hash:
-            core.pool.forget(block)
-    core.registered = deque(entry for entry in core.registered if entry[0] < flight.step_id)
-    core.filled.clear()
+    core.sealing.step_failed(flight.step_id)
     for request_id, incarnation in flight.swapped:  # their copies were not made
         request = core.requests.get(request_id)
         if request is not None and request.incarnation == incarnation:
@@ -254,4 +256,4 @@ def _fail(core: CoreScheduler, flight: Flight, failure: StepFailure) -> None:
         if request.status == S.RUNNING:
             core.preempt(request, may_swap=False)
         core.drop_kept(request)
-        request.incarnation += 1
+        core.renew(request)

@@ -1,14 +1,15 @@
-"""What is kept of preempted requests on the host, and the copies that put it there.
+"""Suspending requests that run: what they lose, what is kept of them on the host, and the copies that put it there.
 
-Order makes it safe: copies out are in the next step, which the device runs after everything in flight and before
-anything that the freed blocks are written with; a host block that a request has come back from is reused only by a
-later step than the one that copies it in.
+Order makes the copies safe: those out are in the next step, which the device runs after everything in flight and
+before anything that the freed blocks are written with; a host block that a request has come back from is reused only
+by a later step than the one that copies it in.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from protocol.messages import RequestStatus
 from scheduler.policies.recovery import HostPool, Loss, MeasuredRates
 from scheduler.request import Request
 
@@ -29,7 +30,34 @@ class Suspension:
         self.swapped_out_blocks = 0
         self._emptied: list[int] = []
 
-    def swap(self, request: Request, computed: int) -> bool:
+    def preempt(self, request: Request, needy: Request | None, *, may_swap: bool) -> None:
+        """Suspend a running request: its tokens stay, its row and blocks go, its place in the queue is kept."""
+        core = self._core
+        computed = core.leave_row(request)
+        request.transition(RequestStatus.PREEMPTED)
+        request.num_preemptions += 1
+        core.stats.preemptions += 1
+        may_swap = may_swap and not request.open  # a session may have nothing to compute when it comes back
+        swapped = may_swap and self._swap(request, computed)
+        core.pool.release(request.blocks)
+        request.blocks = []
+        way = "swap" if swapped else "recompute"
+        by = {"by": str(needy.id), "by_label": needy.label} if needy else {"by": "", "by_label": ""}
+        request.timeline.add(core.now(), "preempted", **by, computed=computed, recovery=way)
+        if swapped:
+            core.waiting.swapped.append(request)
+        else:
+            core.waiting.push(request, core.now(), keep_place=not core.strategies.preset.victims_rejoin_tail)
+
+    def drop_kept(self, request: Request) -> None:
+        """A request that doesn't run gives up the KV it has kept, on the device or the host, to compute it again."""
+        if request.slot < 0:
+            self.forget(request)
+            request.high_water = max(request.high_water, request.kept)
+            self._core.pool.release(request.blocks)
+            request.blocks, request.kept = [], 0
+
+    def _swap(self, request: Request, computed: int) -> bool:
         """Have the victim's KV copied to the host, if the recovery policy wants that. Its blocks are still its own."""
         core = self._core
         num_blocks = -(-computed // core.block_size)

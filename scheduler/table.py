@@ -39,9 +39,18 @@ class RowTable:
         self.peer = np.zeros(capacity, np.int32)
         self.tenant = np.zeros(capacity, np.int32)
         self.priority = np.zeros(capacity, np.int64)
+        self.first_ns = np.zeros(capacity, np.int64)
+        """When the first output came; 0 before."""
+        self.timely = np.zeros(capacity, np.bool_)
+        """Whether it came in time for the objective."""
         self.heeds_eos = np.zeros(capacity, np.bool_)
         self.watched = np.zeros(capacity, np.bool_)
         self.live = np.zeros(capacity, np.bool_)
+        self.sent = np.zeros(capacity, np.bool_)
+        """Whether the runner has been told of the request: it is in the first step that computes some of it."""
+        self.turn = np.zeros(capacity, np.int64)
+        """Where the row stands among those that take turns: the smallest is first."""
+        self._turns = 0
         self.tail = np.zeros((capacity, block_size), np.int32)
         self.request: list[Request | None] = [None] * capacity
         self.order: SlotArray = np.empty(0, np.intp)
@@ -80,11 +89,20 @@ class RowTable:
         self.peer[slot] = request.peer
         self.tenant[slot] = tenant
         self.priority[slot] = request.priority
+        self.first_ns[slot] = request.first_token_ns
+        self.timely[slot] = request.timely
         self.heeds_eos[slot] = not (watched or request.params.ignore_eos)
         self.watched[slot] = watched
         self.live[slot] = True
+        self.sent[slot] = False
+        self.to_the_back(slot)
         self.order = np.append(self.order, slot)
         return slot
+
+    def to_the_back(self, slot: int) -> None:
+        """The row's turn is behind all others."""
+        self._turns += 1
+        self.turn[slot] = self._turns
 
     def flush(self, slot: int) -> None:
         """Move the outputs that only the table holds into the request's data."""
@@ -101,6 +119,19 @@ class RowTable:
         else:  # up to the block's end, then what has wrapped to its front
             request.data += row[start:].tobytes()
             request.data += row[:stop].tobytes()
+
+    def flush_many(self, slots: SlotArray) -> None:
+        """`flush` for rows that, for the most part, have just filled a block: what they lack is its end."""
+        width = self.tail.itemsize * self.tail.shape[1]
+        tails, known = self.tail[slots].tobytes(), self.known[slots].tolist()
+        for index, slot in enumerate(slots.tolist()):
+            request = self.request[slot]
+            assert request is not None
+            data, end = request.data, 4 * known[index]
+            if end % width == 0 and 0 < end - len(data) <= width:
+                data += tails[index * width + len(data) % width : (index + 1) * width]
+            else:
+                self.flush(slot)
 
     def leave(self, slots: list[int]) -> None:
         """Flush and free these slots. `order` keeps its order."""

@@ -32,12 +32,20 @@ class WaitingRoom:
 
     def push(self, request: Request, now_ns: int, *, keep_place: bool = False) -> None:
         """Queue a request: behind the others, or where it stood before it was taken out."""
-        request.queued_ns = now_ns
-        self._by_age[request.id] = request
+        self._note(request, now_ns)
         if keep_place:
             self.queue.restore(request)
         else:
             self.queue.push(request)
+
+    def rejoin(self, request: Request, now_ns: int) -> None:
+        """Queue a request that was parked: where its arrival puts it, as if it had waited here."""
+        self._note(request, now_ns)
+        self.queue.rejoin(request)
+
+    def _note(self, request: Request, now_ns: int) -> None:
+        request.queued_ns = now_ns
+        self._by_age[request.id] = request
 
     def remove(self, request: Request) -> None:
         """Take a request out of wherever it waits. Raises KeyError or ValueError if it doesn't."""

@@ -64,10 +64,16 @@ class ApiConfig:
         30.0, help="how long running requests may go on after SIGTERM", unit="s", minimum=0
     )
     keep_alive_s: int = setting(75, help="how long an idle HTTP connection is kept", unit="s", minimum=1)
+    record: str = setting(
+        "", help="file to which each request's times, lengths and prefix hashes are appended; empty: none"
+    )
+    record_tokens: bool = setting(False, help="record the token ids of prompts instead of hashes: they are the text")
     text_threads: int = setting(2, help="threads for tokenizing long prompts", minimum=1, maximum=64)
 
     def __post_init__(self) -> None:
         settings.check(self)
+        if self.record_tokens and not self.record:
+            raise settings.SettingError("record_tokens: needs record, the file to write to")
         if not self.served_model_name:
             raise settings.SettingError("served_model_name: got '', allowed is any text that is not empty")
 

@@ -143,6 +143,11 @@ class ApiMetrics:
         self._duplicate_tokens = counter(
             "duplicate_tokens_total", "Tokens received a second time after a resubmission and dropped."
         )
+        self._recorded = counter("recorded_requests_total", "Generations (choices) written to the recording.")
+        self._record_lost = counter(
+            "record_lost_requests_total",
+            "Generations missing from the recording: a full disk, or one that is too slow.",
+        )
         # A label set exists from the start, so that a counter that never moved reads 0 and not "no data".
         self.prompt_tokens = self._prompt_tokens.labels(model)
         self.cached_tokens = self._cached_tokens.labels(model)
@@ -153,6 +158,8 @@ class ApiMetrics:
         self.resubmitted = self._resubmitted.labels(model)
         self.lost_tokens = self._lost_tokens.labels(model)
         self.duplicate_tokens = self._duplicate_tokens.labels(model)
+        self.recorded = self._recorded.labels(model)
+        self.record_lost = self._record_lost.labels(model)
         self.finished = {r: self._finished.labels(model, r) for r in FINISH_REASONS}
 
     def token_counts(self) -> tuple[float, float]:

@@ -20,6 +20,7 @@ from services.config import ApiConfig
 from services.engine import Engine
 from services.errors import unavailable
 from services.metrics import ApiMetrics
+from services.record import Recording, shared_key
 from services.sampling import Defaults, load_defaults
 from services.state import ApiState
 from services.text.chat_template import ChatTemplate
@@ -88,6 +89,7 @@ class ApiServer:
         self.config = config
         self.registry = new_registry("api")
         self.metrics = ApiMetrics(self.registry, config.served_model_name)
+        recording = self._open_recording()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._fatal = ""
         self._stop: Callable[[], None] = lambda: None
@@ -98,8 +100,18 @@ class ApiServer:
             text=TextPool(tokenizer, template, config.text_threads),
             metrics=self.metrics,
             defaults=defaults,
+            recording=recording,
         )
         self._app = build_app(self.state, keys)
+
+    def _open_recording(self) -> Recording | None:
+        config = self.config
+        if not config.record:
+            return None
+        key = shared_key(config.runtime_dir)
+        recording = Recording(config.record, key, self.metrics, with_tokens=config.record_tokens)
+        log.info("recording to %s (%s)", config.record, "token ids" if config.record_tokens else "lengths and hashes")
+        return recording
 
     def _on_fatal(self, message: str) -> None:
         self._fatal = message
@@ -145,6 +157,8 @@ class ApiServer:
             logger.cancel()
             waiting.cancel()
             self.state.engine.close()
+            if self.state.recording is not None:
+                self.state.recording.close()
             self.state.text.close()
             self._context.term()
         return 1 if self._fatal else 0

@@ -14,6 +14,7 @@ from services.config import ApiConfig
 from services.engine import Engine
 from services.errors import ApiError
 from services.metrics import ApiMetrics
+from services.record import Recording
 from services.sampling import Defaults
 from services.textpool import TextPool
 
@@ -31,6 +32,7 @@ class ApiState:
     text: TextPool
     metrics: ApiMetrics
     defaults: Defaults
+    recording: Recording | None = None
     draining: bool = False
     clock: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time

@@ -11,6 +11,7 @@ commands:
   serve      drive an OpenAI-compatible server with random or recorded traffic and report latency and throughput
   pipeline   start the three processes on a simulated runner and compare streamed tokens/s with what the steps allow
   scheduler  time the scheduler alone: passes, updates, admission, its messages; beside vLLM's if you have it
+  fidelity   play a trace against real processes and in a replay, and compare what clients saw
 
 `triptych bench <command> --help` shows a command's options."""
 
@@ -30,6 +31,10 @@ def main(argv: Sequence[str]) -> int:
         from ops.bench import scheduler
 
         return scheduler.main(rest)
+    if command == "fidelity":
+        from ops.bench import fidelity
+
+        return fidelity.main(rest)
     if command in ("-h", "--help", "help"):
         print(USAGE)
         return 0

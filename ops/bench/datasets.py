@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ops.traces import MOONCAKE_BLOCK_TOKENS, TraceRow
+from ops.traces import TraceRow
 
 Prompt = list[int] | str
 
@@ -103,7 +103,7 @@ class RandomDataset:
 
 @dataclass(frozen=True, slots=True)
 class TraceDataset:
-    """Recorded lengths and arrivals; prompts made up so that equal hash ids give equal 512-token blocks.
+    """Recorded lengths and arrivals; prompts as recorded, or made up so that equal hash ids give equal blocks.
 
     `max_input` and `max_output` clip a row for models that are smaller than the recorded one.
     """
@@ -121,11 +121,13 @@ class TraceDataset:
         row = self.rows[index % len(self.rows)]
         length = max(1, min(row.input_tokens, self.max_input or row.input_tokens))
         output = max(1, min(row.output_tokens, self.max_output or row.output_tokens))
+        if row.token_ids and not self.vocabulary.text:
+            return PlannedRequest(list(row.token_ids[:length]), length, output, row.at_s)
+        size = row.block_tokens
         blocks = [
-            self.vocabulary.draw([self.seed, _BLOCKS, hash_id], MOONCAKE_BLOCK_TOKENS)
-            for hash_id in row.hash_ids[: -(-length // MOONCAKE_BLOCK_TOKENS)]
+            self.vocabulary.draw([self.seed, _BLOCKS, hash_id], size) for hash_id in row.hash_ids[: -(-length // size)]
         ]
-        missing = max(0, length - MOONCAKE_BLOCK_TOKENS * len(blocks))
+        missing = max(0, length - size * len(blocks))
         blocks.append(self.vocabulary.draw([self.seed, _PROMPTS, index], missing))
         return PlannedRequest(self.vocabulary.prompt(np.concatenate(blocks)[:length]), length, output, row.at_s)
 

@@ -30,11 +30,12 @@ class SystemFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A running Triptych: where it answers and which process is which."""
+    """A running Triptych: where it answers, which process is which, and its private directory."""
 
     base_url: str
     supervisor: int
     pids: dict[str, int]
+    runtime_dir: str
 
     def cpu_seconds(self) -> dict[str, float]:
         """CPU time (user and system, all threads) that each process has used since its start, by role."""
@@ -82,7 +83,7 @@ def system(arguments: Sequence[str], *, start_timeout_s: float = 60.0) -> Iterat
             base_url = f"http://127.0.0.1:{port}"
             _wait_ready(process, base_url, start_timeout_s, Path(log.name))
             try:
-                yield System(base_url, process.pid, child_roles(process.pid))
+                yield System(base_url, process.pid, child_roles(process.pid), runtime)
             except ProcessLookupError as error:
                 raise SystemFailed(f"{error}; the end of the log:\n{log_tail(Path(log.name))}") from error
         finally:

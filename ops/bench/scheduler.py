@@ -24,7 +24,7 @@ from ops.bench.scheduler_subject import (
 )
 from ops.bench.scheduler_wire import PARTS, measure_wire
 from ops.bench.serve import Formatter, non_negative_int, positive_int, write_report
-from scheduler.policies.queue import QUEUE_POLICIES
+from scheduler.presets import QUEUE_POLICIES
 
 SCHEMA = "triptych.bench.scheduler/1"
 RUNNING = (64, 256, 1024)

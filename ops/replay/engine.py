@@ -46,6 +46,36 @@ class Observer(Protocol):
     def told(self, outputs: Outputs, now_ns: int) -> None:
         """What the API would have been sent."""
 
+    def passed(self, scheduler: Scheduler, now_ns: int) -> None:
+        """The scheduler has made a pass; a step that it made is reported after this."""
+
+
+class Observers(Observer):
+    """Several who watch one run, in this order."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+
+    def arrived(self, request: int, now_ns: int) -> None:
+        for observer in self._observers:
+            observer.arrived(request, now_ns)
+
+    def cancelled(self, request: int, now_ns: int, *, live: bool) -> None:
+        for observer in self._observers:
+            observer.cancelled(request, now_ns, live=live)
+
+    def stepped(self, step: Step, sent_ns: int, begin_ns: int, end_ns: int) -> None:
+        for observer in self._observers:
+            observer.stepped(step, sent_ns, begin_ns, end_ns)
+
+    def told(self, outputs: Outputs, now_ns: int) -> None:
+        for observer in self._observers:
+            observer.told(outputs, now_ns)
+
+    def passed(self, scheduler: Scheduler, now_ns: int) -> None:
+        for observer in self._observers:
+            observer.passed(scheduler, now_ns)
+
 
 @dataclass(frozen=True, slots=True)
 class Setup:
@@ -99,16 +129,21 @@ class Engine:
 
     def boundaries(self) -> Iterator[int]:
         """Replay, yielding the time after each event. A result that is due comes first, then arrivals, then those
-        who leave, then the pass: all of one instant before the next."""
+        who leave, then the pass: all of one instant before the next. Whoever came or left before a result was due has
+        been heard before it."""
         scheduler, clock = self.scheduler, self.clock
         while True:
             if self._flights and self._flights[0][0] <= clock.now_ns:
+                due = self._flights[0][0]
+                self._arrivals(due - 1)
+                clock.now_ns = due
                 scheduler.update(self._flights.popleft()[1])
                 self._tell()
             self._arrivals(clock.now_ns)
             while len(self._flights) < self._depth:
                 step = scheduler.schedule()
                 self._tell()
+                self._observer.passed(scheduler, clock.now_ns)
                 if step is None:
                     break
                 self._send(step)
@@ -125,7 +160,10 @@ class Engine:
             times.append(self._workload.rows[self._workload.order[self._next]].at_ns)
         if self._cancels and not self._flights:
             times.append(self._cancels[0][0])
-        if self._live and not self._flights:
+        wakes = self.scheduler.wakes_ns
+        if wakes is not None and not self._flights:
+            times.append(wakes)
+        elif self._live and not self._flights:
             times.append(self.clock.now_ns + IDLE_POLL_NS)
             if self.clock.now_ns - self._runner_free_ns > STUCK_NS and self._next == len(self._workload.order):
                 raise Stuck(f"{len(self._live)} requests are live and nothing is scheduled: {sorted(self._live)[:8]}")

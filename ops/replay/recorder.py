@@ -7,17 +7,19 @@ number of bins.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
+from ops.replay.accounts import TokenAccounts
+from ops.replay.lanes import LaneRecorder
 from ops.replay.workload import Workload
 from protocol.columns import i32, u64
 from protocol.messages import Outputs, Step
-from scheduler.interface import Stats
+from scheduler.interface import Scheduler, Stats
 
 MOST_BINS = 512
+READINGS_PER_BIN = 8
 GAP_BIN_NS = 1_000_000
 GAP_BINS = 1 << 16
 MOST_LANES = 120
@@ -27,17 +29,33 @@ MARKED_STEPS = (100, 1_000, 10_000)
 class Bins:
     """Sums over equal spans of time: when the run outgrows `MOST_BINS` of them, pairs are merged."""
 
-    def __init__(self, names: tuple[str, ...], width_ns: int = 100_000_000) -> None:
+    def __init__(self, width_ns: int = 100_000_000) -> None:
         self.width_ns = width_ns
-        self.sums = {name: [0.0] * MOST_BINS for name in names}
+        self.sums: dict[str, list[float]] = {}
         self.used = 0
 
-    def at(self, now_ns: int) -> int:
-        """The bin of a time; makes room for it."""
+    def add(self, name: str, now_ns: int, amount: float) -> None:
+        """Add to the sum of the bin at a time."""
+        sums = self.sums.get(name)
+        if sums is None:
+            sums = self.sums[name] = [0.0] * MOST_BINS
+        index = self._at(now_ns)
+        self.sums[name][index] += amount
+
+    def spread(self, name: str, begin_ns: int, end_ns: int, level: float) -> None:
+        """Add a level that held from `begin_ns` to `end_ns`, as level x ns, to all the bins it touches."""
+        while begin_ns < end_ns:
+            self._at(end_ns - 1)
+            upto = min(end_ns, (begin_ns // self.width_ns + 1) * self.width_ns)
+            self.add(name, begin_ns, level * (upto - begin_ns))
+            begin_ns = upto
+
+    def _at(self, now_ns: int) -> int:
         while now_ns >= self.width_ns * MOST_BINS:
             self.width_ns *= 2
             for name, sums in self.sums.items():
                 self.sums[name] = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)] + [0.0] * (MOST_BINS // 2)
+            self.used = (self.used + 1) // 2
         index = now_ns // self.width_ns
         self.used = max(self.used, index + 1)
         return index
@@ -59,15 +77,19 @@ class Columns:
 
 
 class Recorder:
-    """An observer of one run. `stats` asks the scheduler for its levels; it is called a bounded number of times."""
+    """An observer of one run. It asks the scheduler for its levels a bounded number of times per bin."""
 
-    def __init__(self, workload: Workload, stats: Callable[[], Stats], *, digest: bool = False) -> None:
+    def __init__(self, workload: Workload, *, digest: bool = False) -> None:
         self.workload = workload
-        self.columns = Columns(len(workload.rows))
+        count = len(workload.rows)
+        self.columns = Columns(count)
         self.gaps: npt.NDArray[np.int64] = np.zeros(GAP_BINS, np.int64)
-        self.bins = Bins(("busy", "rows", "running", "waiting", "used", "weight", "tokens", "outputs", "steps", "time"))
-        self.marks: list[tuple[int, int, float, dict[str, int]]] = []
-        """(time, preemptions so far, ratio, passes held so far by each test), at each reading."""
+        self.bins = Bins()
+        self.accounts = TokenAccounts(count)
+        stride = -(-len(workload.order) // MOST_LANES) or 1
+        self.lanes = LaneRecorder(workload.order[::stride])
+        self.levels: dict[str, float] = {}
+        """Level x ns over the whole run: running, waiting, used, ratio."""
         self.cancels_ignored = 0
         self.steps = self.busy_ns = self.row_steps = self.peak_rows = self.scheduled = 0
         self.peak_waiting = 0
@@ -75,58 +97,44 @@ class Recorder:
         self.end_ns = 0
         self.decisions: dict[str, int] = {}
         self.stats = Stats()
-        self._stats = stats
-        self._next_reading_ns = 0
+        self._scheduler: Scheduler | None = None
+        self._live = 0
+        self._level: dict[str, float] = {}
+        self._since_ns = self._next_reading_ns = 0
+        self._held: dict[str, int] = {}
+        self._preemptions = 0
         self._crc = 0 if digest else -1
-        stride = max(1, len(workload.order) // MOST_LANES)
-        self.sampled: set[int] = set(workload.order[::stride])
+
+    def passed(self, scheduler: Scheduler, now_ns: int) -> None:
+        self._scheduler = scheduler
 
     def arrived(self, request: int, now_ns: int) -> None:
-        """Nothing to keep: the trace has it."""
+        self._live += 1
+        self.lanes.arrived(request, now_ns)
 
     def cancelled(self, request: int, now_ns: int, *, live: bool) -> None:
         self.cancels_ignored += not live
 
     def stepped(self, step: Step, sent_ns: int, begin_ns: int, end_ns: int) -> None:
-        counts = np.frombuffer(step.num_tokens, "<i4")
+        ids, counts = u64(step.ids).astype(np.int64), i32(step.num_tokens)
         rows, tokens = len(counts), int(counts.sum())
         self.steps += 1
         self.busy_ns += end_ns - begin_ns
         self.row_steps += rows
         self.scheduled += tokens
         self.peak_rows = max(self.peak_rows, rows)
-        index, sums = self.bins.at(end_ns), self.bins.sums
-        sums["steps"][index] += 1
-        sums["time"][index] += end_ns - begin_ns
-        sums["tokens"][index] += tokens
+        for new in step.new:
+            self.accounts.admitted(new)
+        self.accounts.scheduled(ids, counts)
+        if step.new or step.left:
+            self.lanes.stepped(step, sent_ns)
+        self.bins.add("steps", end_ns, 1)
+        self.bins.add("busy", end_ns, end_ns - begin_ns)
+        self.bins.add("tokens", end_ns, tokens)
         if sent_ns >= self._next_reading_ns:
             self._read(sent_ns)
         if self._crc >= 0:
-            self._digest(step, counts)
-
-    def _digest(self, step: Step, counts: npt.NDArray[np.int32]) -> None:
-        pairs = np.empty((len(counts), 2), "<u4")
-        pairs[:, 0], pairs[:, 1] = u64(step.ids), counts
-        self._crc = zlib.crc32(pairs.tobytes(), self._crc)
-        if self.steps in MARKED_STEPS:
-            self.decisions[str(self.steps)] = self._crc
-        self.decisions["all"] = self._crc
-
-    def _read(self, now_ns: int) -> None:
-        """Look at the scheduler's levels; a few times per bin, so that a long run costs no more than a short one."""
-        stats = self._stats()
-        used = 1 - stats.free_blocks / max(stats.usable_blocks, 1)
-        self.peak_used, self.peak_waiting = max(self.peak_used, used), max(self.peak_waiting, stats.waiting)
-        index, sums = self.bins.at(now_ns), self.bins.sums
-        sums["weight"][index] += 1
-        sums["running"][index] += stats.running
-        sums["waiting"][index] += stats.waiting
-        sums["used"][index] += used
-        ratio = -1.0 if stats.new_token_ratio is None else stats.new_token_ratio
-        self.marks.append((now_ns, stats.preemptions, ratio, dict(stats.held_passes)))
-        self._next_reading_ns = now_ns + self.bins.width_ns // 8
-        if len(self.marks) > 16 * MOST_BINS:
-            self.marks = self.marks[::2]
+            self._digest(ids, counts)
 
     def told(self, outputs: Outputs, now_ns: int) -> None:
         if outputs.ids:
@@ -139,25 +147,69 @@ class Recorder:
             columns.queue[end.id] = end.queue_ns
             columns.cached[end.id] = end.num_cached_tokens
             columns.preemptions[end.id] = end.num_preemptions
-            self.end_ns = now_ns
+            self._ended(end.id, end.num_output_tokens, now_ns)
         for rejection in outputs.rejected:
             columns.status[rejection.id] = rejection.code
+            self._ended(rejection.id, 0, now_ns)
+
+    def finish(self) -> None:
+        """The run is over: take the last numbers."""
+        self.accounts.finish()
+        self._read(max(self.end_ns, self._since_ns))
+
+    def _ended(self, request: int, outputs: int, now_ns: int) -> None:
+        self.end_ns = now_ns
+        self.accounts.ended(request, outputs)
+        self.lanes.ended(request, now_ns, self._scheduler)
+        self._live -= 1
+        if not self._live:
+            self._account_levels(now_ns)
+            self._level = {}
+            self._next_reading_ns = now_ns
 
     def _tokens(self, ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int32], now_ns: int) -> None:
         columns = self.columns
         fresh = positions == 0
+        ids_again = ids
         if fresh.any():
             columns.first[ids[fresh]] = now_ns
             ids_again = ids[~fresh]
-        else:
-            ids_again = ids
         if len(ids_again):
             gaps = now_ns - columns.last[ids_again]
             columns.max_gap[ids_again] = np.maximum(columns.max_gap[ids_again], gaps)
             np.add.at(self.gaps, np.minimum(gaps // GAP_BIN_NS, GAP_BINS - 1), 1)
         columns.last[ids] = now_ns
-        self.bins.sums["outputs"][self.bins.at(now_ns)] += len(ids)
+        self.bins.add("outputs", now_ns, len(ids))
+        self.lanes.told(ids, now_ns)
 
-    def finish(self) -> None:
-        """The run is over: take the last numbers."""
-        self.stats = self._stats()
+    def _read(self, now_ns: int) -> None:
+        """Look at the scheduler's levels; a few times per bin, so that a long run costs no more than a short one."""
+        self._account_levels(now_ns)
+        self._next_reading_ns = now_ns + self.bins.width_ns // READINGS_PER_BIN
+        if self._scheduler is None:
+            return
+        stats = self.stats = self._scheduler.refresh_stats()
+        used = 1 - stats.free_blocks / max(stats.usable_blocks, 1)
+        self.peak_used, self.peak_waiting = max(self.peak_used, used), max(self.peak_waiting, stats.waiting)
+        self._level = {"running": stats.running, "waiting": stats.waiting, "used": used}
+        if stats.new_token_ratio is not None:
+            self._level["ratio"] = stats.new_token_ratio
+        for test, passes in stats.held_passes.items():
+            self.bins.add(f"held {test}", now_ns, passes - self._held.get(test, 0))
+        self.bins.add("preemptions", now_ns, stats.preemptions - self._preemptions)
+        self._held, self._preemptions = {str(test): n for test, n in stats.held_passes.items()}, stats.preemptions
+
+    def _account_levels(self, now_ns: int) -> None:
+        """The levels of the last reading held until now."""
+        for name, level in self._level.items():
+            self.bins.spread(name, self._since_ns, now_ns, level)
+            self.levels[name] = self.levels.get(name, 0.0) + level * (now_ns - self._since_ns)
+        self._since_ns = now_ns
+
+    def _digest(self, ids: npt.NDArray[np.int64], counts: npt.NDArray[np.int32]) -> None:
+        pairs = np.empty((len(counts), 2), "<u4")
+        pairs[:, 0], pairs[:, 1] = ids, counts
+        self._crc = zlib.crc32(pairs.tobytes(), self._crc)
+        if self.steps in MARKED_STEPS:
+            self.decisions[str(self.steps)] = self._crc
+        self.decisions["all"] = self._crc

@@ -101,4 +101,4 @@ def build(
 
 def fits(row: TraceRow, max_model_len: int) -> bool:
     """Whether the row can be served at all."""
-    return 0 < row.input_tokens and 0 < row.output_tokens and row.input_tokens + row.output_tokens <= max_model_len
+    return row.input_tokens > 0 and row.output_tokens > 0 and row.input_tokens + row.output_tokens <= max_model_len

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,11 +17,17 @@ UNLIMITED = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
-    """What batch policies can be told. `adaptive` raises the long-prefill cap to an even share of the budget."""
+    """What batch policies can be told. `adaptive` raises the long-prefill cap to an even share of the budget.
+
+    `rotating`: decodes first, then prompts, each from a start that moves: who was served first is last the next time.
+    """
 
     long_prefill_token_threshold: int = 0
     adaptive: bool = False
     decodes_first: bool = True
+    rotating: bool = False
+    slo_ttft_s: float = 0.0
+    slo_tpot_s: float = 0.0
 
 
 class BatchPolicy(ABC):
@@ -33,16 +38,38 @@ class BatchPolicy(ABC):
 
     def __init__(self, options: BatchOptions | None = None) -> None:
         self.options = options or BatchOptions()
+        self._fronts: list[int] = []
 
     def order(self, table: RowTable) -> SlotArray:
         """The running slots in the order in which they are served."""
         slots = table.order
+        if self.options.rotating:
+            return self._by_turn(table)
         if not self.options.decodes_first:
             return slots
         prefill = self.prefilling(table, slots)
         if not prefill.any():
             return slots
         return np.concatenate((slots[~prefill], slots[prefill]))
+
+    def _by_turn(self, table: RowTable) -> SlotArray:
+        slots = table.order[np.argsort(table.turn[table.order])]
+        prompt = self.prefilling(table, slots) | (table.computed[slots] < table.prompt[slots])
+        groups = slots[~prompt], slots[prompt]
+        self._fronts = [int(group[0]) for group in groups if len(group)]
+        return np.concatenate(groups)
+
+    def served(self, table: RowTable, slots: SlotArray) -> None:
+        """A step serves these rows: of those that take turns, the first of each kind goes to the back."""
+        for slot in self._fronts:
+            if (slots == slot).any():
+                table.to_the_back(slot)
+        self._fronts = []
+
+    @property
+    def plans(self) -> bool:
+        """Whether steps are planned by objectives."""
+        return False
 
     @staticmethod
     def prefilling(table: RowTable, slots: SlotArray) -> npt.NDArray[np.bool_]:
@@ -128,8 +155,3 @@ def deal(wanted: Counts, budget: int) -> Counts:
     before = np.cumsum(wanted) - wanted
     dealt: Counts = np.minimum(wanted, np.maximum(budget - before, 0)).astype(np.int32)
     return dealt
-
-
-BATCH_POLICIES: dict[str, Callable[[BatchOptions], BatchPolicy]] = {
-    policy.name: policy for policy in (Mixed, PrefillFirst, Serial, Static, Dynamic)
-}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple, Protocol, TypeVar
@@ -198,11 +198,18 @@ def defer_sharers(
     return deferred
 
 
-def active_policy(policy: str, num_waiting: int, *, has_cache: bool = True, limit: int = 128) -> str:
+def active_policy(
+    policy: str,
+    num_waiting: int,
+    *,
+    has_cache: bool = True,
+    limit: int = 128,
+    short_queue_only: Container[str] = _SHORT_QUEUE_ONLY,
+) -> str:
     """The order in force for one pass: `policy`, or fcfs in its place.
 
-    An order that looks at the cache gives way when there is none, and two of them when more than `limit` wait. Raises
-    ValueError for an unknown policy, and for shortest-prefill without a cache.
+    An order that looks at the cache gives way when there is none, and `short_queue_only` ones when more than `limit`
+    wait. Raises ValueError for an unknown policy, and for shortest-prefill without a cache.
     """
     if policy not in CACHE_AWARE | CACHE_AGNOSTIC:
         raise ValueError(
@@ -212,7 +219,7 @@ def active_policy(policy: str, num_waiting: int, *, has_cache: bool = True, limi
         if policy == "shortest-prefill":
             raise ValueError("queue policy 'shortest-prefill' needs the prefix cache, which is off")
         return "fcfs"
-    if policy in _SHORT_QUEUE_ONLY and num_waiting > limit:
+    if policy in short_queue_only and num_waiting > limit:
         return "fcfs"
     return policy
 

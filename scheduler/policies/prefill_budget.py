@@ -92,16 +92,19 @@ class PrefillBudget:
         truncation_align: int | None = None,
         one_chunk: bool = True,
         simulate_completions: bool = False,
+        clip: int = CLIP_MAX_NEW_TOKENS,
     ) -> None:
         """`available`: tokens of the pool that are free or evictable. `ratio`: expected share of outputs to come.
 
         `mixed_decode_tokens` decode rows share the step. `one_chunk`: no prompt is cut while another is unfinished.
         `simulate_completions`: requests that ignore the end token are tested against simulated completions; only
-        right without a prefix cache, where a completion frees all that the request occupied.
+        right without a prefix cache, where a completion frees all that the request occupied. `clip`: most outputs that
+        are counted for one request.
         """
         self.available = available
         self.page_size = page_size
         self.ratio = ratio
+        self._clip = clip
         self.rem_input = max_prefill_tokens - mixed_decode_tokens
         self.rem_chunk = None if chunk_size is None else chunk_size - mixed_decode_tokens
         self._current_offset: float = mixed_decode_tokens
@@ -136,7 +139,7 @@ class PrefillBudget:
 
     def expected(self, runner: Runner) -> float:
         """Output tokens that a running request is expected to add: its clipped remainder, scaled unless it must."""
-        remaining = min(runner.max_new - runner.output_len, CLIP_MAX_NEW_TOKENS)
+        remaining = min(runner.max_new - runner.output_len, self._clip)
         return remaining * (1.0 if runner.ignore_eos else self.ratio)
 
     def preempted(self, victims: Iterable[Runner], freed: int) -> None:
@@ -178,7 +181,7 @@ class PrefillBudget:
         if candidate.ignore_eos and self._simulate:
             return self._offer_endless(candidate)
         extend = candidate.tokens - candidate.matched
-        to_come = min(max(candidate.max_new - candidate.output_len, 0), CLIP_MAX_NEW_TOKENS)
+        to_come = min(max(candidate.max_new - candidate.output_len, 0), self._clip)
         whole = extend + to_come + self.page_size
         if whole >= self.rem_total:
             return Grant(Verdict.NO_TOKEN)
@@ -228,7 +231,7 @@ class PrefillBudget:
         self._current_offset += paged + self.page_size
         self._total_offset += paged + self.page_size
         if reserve_output:
-            self._total_offset += min(runner.max_new, CLIP_MAX_NEW_TOKENS)
+            self._total_offset += min(runner.max_new, self._clip)
         self.rem_input -= paged
         if self.rem_chunk is not None:
             self.rem_chunk -= paged

@@ -10,12 +10,11 @@ import heapq
 import random
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import islice
 from typing import Protocol, TypeVar
 
-from scheduler.policies import orders
 from scheduler.request import Request
 
 Entry = TypeVar("Entry", bound=tuple[float, int, int] | tuple[float, str])
@@ -44,12 +43,20 @@ class QueueView(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class QueueOptions:
-    """What orders can be told. `weights` are the shares of tenants (1 for those not named)."""
+    """What orders can be told. `weights` are the shares of tenants (1 for those not named).
+
+    Without a prefix cache (`has_cache`) orders that can't do without give way to fcfs.
+    """
 
     seed: int = 0
     fallback_waiting: int = 128
     group_prefix_tokens: int = 32
     weights: Mapping[str, float] = field(default_factory=dict)
+    slo_ttft_s: float = 0.0
+    grace_s: float = 30.0
+    patience: float = 1.5
+    most_late: float = 0.9
+    has_cache: bool = True
 
 
 class QueuePolicy(ABC):
@@ -71,6 +78,10 @@ class QueuePolicy(ABC):
         """Put back a request that was taken out, with its place kept: ahead of everyone it was ahead of."""
 
     @abstractmethod
+    def rejoin(self, request: Request) -> None:
+        """Add a request that has waited for something else meanwhile: at the place that its arrival gives it."""
+
+    @abstractmethod
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it stands. Raises KeyError if it isn't here."""
 
@@ -89,13 +100,37 @@ class QueuePolicy(ABC):
         """Who was next when the order was last made: good enough to say who is held back, and free of charge."""
         return next(iter(self), None)
 
+    def chunk_limit(self, budget: int, remaining: int, view: QueueView) -> int | None:
+        """Most of `budget` tokens for a prompt under way with `remaining` to go, if waiters should fit beside it."""
+        return None
+
     def charge(self, served: Mapping[str, float]) -> None:
         """Tenants were served this much. Only `fair` listens."""
+
+    def tenant_gone(self, tenant: str) -> None:
+        """This tenant has no live request any more, waiting or running."""
 
     @property
     def wants_charges(self) -> bool:
         """Whether `charge` is to be called."""
         return False
+
+
+def settle_by_arrival(queue: OrderedDict[int, Request], request: Request) -> None:
+    """Move those that came later behind the last of `queue`, a request that rejoins it. Costs as much as there are.
+
+    Who has been admitted before may stand anywhere, so nothing follows from where that one stands.
+    """
+    passed: list[int] = []
+    behind = 0
+    for other in islice(reversed(queue.values()), 1, None):
+        if other.arrival > request.arrival:
+            behind = len(passed) + 1
+        elif not other.first_admitted_ns:
+            break
+        passed.append(other.id)
+    for request_id in reversed(passed[:behind]):
+        queue.move_to_end(request_id)
 
 
 class Fcfs(QueuePolicy):
@@ -116,6 +151,10 @@ class Fcfs(QueuePolicy):
         self._queue[request.id] = request
         self._queue.move_to_end(request.id, last=False)
         self._changes += 1
+
+    def rejoin(self, request: Request) -> None:
+        self.push(request)
+        settle_by_arrival(self._queue, request)
 
     def remove(self, request: Request) -> None:
         del self._queue[request.id]
@@ -161,6 +200,9 @@ class _Heap(QueuePolicy):
         heapq.heappush(self._heap, (self.key(request), request.arrival, request.id))
 
     def restore(self, request: Request) -> None:
+        self.push(request)
+
+    def rejoin(self, request: Request) -> None:
         self.push(request)
 
     def remove(self, request: Request) -> None:
@@ -226,186 +268,3 @@ class Random(_Heap):
 
     def key(self, request: Request) -> float:
         return random.Random(self.options.seed * 1_000_003 + request.arrival).random()
-
-
-class _Windowed(Fcfs):
-    """An order recomputed when it may have changed; beyond `fallback_waiting` requests first come, first served."""
-
-    def __init__(self, options: QueueOptions | None = None) -> None:
-        super().__init__(options)
-        self._state: object = None
-        self._order: list[Request] = []
-        self._fallen_back = False
-
-    @abstractmethod
-    def sort(self, waiting: list[Request], view: QueueView) -> list[Request]:
-        """`waiting` (in order of arrival) in this policy's order."""
-
-    def ordered(self, view: QueueView) -> Iterator[Request]:
-        fallen_back = len(self._queue) > self.options.fallback_waiting
-        if fallen_back != self._fallen_back:
-            self._fallen_back = fallen_back
-            self.flips += 1
-        if fallen_back:
-            return super().ordered(view)
-        state = (self._changes, view.version)
-        if state != self._state:
-            self._state = state
-            self._order = self.sort(list(self._queue.values()), view)
-        return iter(self._order)
-
-    def front(self) -> Request | None:
-        if not self._fallen_back:
-            for request in self._order:
-                if self._queue.get(request.id) is request:
-                    return request
-        return super().front()
-
-
-class Arranged(_Windowed):
-    """One of the orders of `scheduler.policies.orders` that look at the cache or at what runs."""
-
-    def __init__(self, name: str, options: QueueOptions | None = None) -> None:
-        super().__init__(options)
-        self.name = name
-
-    def sort(self, waiting: list[Request], view: QueueView) -> list[Request]:
-        if self.name == "routing-key":
-            seen = [orders.Waiting(routing_key=request.routing_key) for request in waiting]
-            around = orders.Surroundings(running_keys=view.routing_keys())
-        else:
-            seen = self._with_matches(waiting, view)
-            around = orders.Surroundings(processed=view.processed_tokens())
-        return [waiting[index] for index in orders.arrange(self.name, seen, around)]
-
-    def _with_matches(self, waiting: list[Request], view: QueueView) -> list[orders.Waiting]:
-        """The waiters with what the cache holds of them; those put off whose prefix an earlier one will bring."""
-        matched = [view.matched(request) for request in waiting]
-        share = self.options.group_prefix_tokens
-        deferred = orders.defer_sharers(
-            [request.hashes for request in waiting],
-            matched,
-            orders.ChainIndex(view.block_size),
-            check=share,
-            share=share,
-        )
-        return [
-            orders.Waiting(
-                id=str(request.id),
-                prompt_len=request.num_prompt,
-                output_len=request.num_outputs,
-                matched=cached,
-                entry=request.arrival,
-                seen_processed=request.arrival_processed,
-                deferred=defer,
-                path=tuple(request.hashes[: cached // view.block_size]),
-            )
-            for request, cached, defer in zip(waiting, matched, deferred, strict=True)
-        ]
-
-
-class Fair(QueuePolicy):
-    """Weighted fair service over tenants by virtual token counters (arXiv 2401.00588).
-
-    The tenant that has been served least, per unit of its weight, is next; within a tenant first come, first served.
-    A tenant that comes back from idleness is lifted to the smallest counter among those that wait, or to that of the
-    last one that did: it can't save up. While two tenants always have requests waiting, what they have been served per
-    unit of weight differs by at most twice U = max(largest prompt, OUTPUT_COST * tokens that the pool holds) / the
-    smallest weight (the paper's theorem 4.4).
-    """
-
-    name = "fair"
-
-    def __init__(self, options: QueueOptions | None = None) -> None:
-        super().__init__(options)
-        self.counters: dict[str, float] = {}
-        self._tenants: dict[str, OrderedDict[int, Request]] = {}
-        self._size = 0
-        self._heap: list[tuple[float, str]] = []  # once for each tenant; counters only grow, so an old one is too small
-        self._listed: set[str] = set()
-        self._last_left = ""
-
-    def _queue_of(self, request: Request) -> OrderedDict[int, Request]:
-        tenant = request.tenant
-        queue = self._tenants.get(tenant)
-        if queue is None:
-            least = self._least() or self._last_left
-            self.counters[tenant] = max(self.counters.get(tenant, 0.0), self.counters.get(least, 0.0))
-            queue = self._tenants[tenant] = OrderedDict()
-            if tenant not in self._listed:
-                self._listed.add(tenant)
-                heapq.heappush(self._heap, (self.counters[tenant], tenant))
-        return queue
-
-    def _least(self) -> str:
-        """The waiting tenant with the smallest counter; empty if nobody waits."""
-        while self._heap:
-            counter, tenant = self._heap[0]
-            if tenant not in self._tenants:
-                heapq.heappop(self._heap)
-                self._listed.remove(tenant)
-            elif counter < self.counters[tenant]:
-                heapq.heapreplace(self._heap, (self.counters[tenant], tenant))
-            else:
-                return tenant
-        return ""
-
-    def push(self, request: Request) -> None:
-        self._queue_of(request)[request.id] = request
-        self._size += 1
-
-    def restore(self, request: Request) -> None:
-        queue = self._queue_of(request)
-        queue[request.id] = request
-        queue.move_to_end(request.id, last=False)
-        self._size += 1
-
-    def remove(self, request: Request) -> None:
-        queue = self._tenants[request.tenant]
-        del queue[request.id]
-        if not queue:
-            del self._tenants[request.tenant]
-            self._last_left = request.tenant
-        self._size -= 1
-
-    def ordered(self, view: QueueView) -> Iterator[Request]:
-        self._least()
-        frontier = [(self._heap[0], 0)] if self._heap else []
-        while frontier:  # as `in_order`, but an entry that is behind its counter is put off to where it belongs
-            (counter, tenant), index = heapq.heappop(frontier)
-            if index >= 0:
-                for child in range(2 * index + 1, min(2 * index + 3, len(self._heap))):
-                    heapq.heappush(frontier, (self._heap[child], child))
-            if tenant not in self._tenants:
-                continue
-            if counter < self.counters[tenant]:
-                heapq.heappush(frontier, ((self.counters[tenant], tenant), -1))
-            else:
-                yield from self._tenants[tenant].values()
-
-    def front(self) -> Request | None:
-        tenant = self._least()
-        return next(iter(self._tenants[tenant].values())) if self._tenants else None
-
-    def charge(self, served: Mapping[str, float]) -> None:
-        for tenant, tokens in served.items():
-            self.counters[tenant] = self.counters.get(tenant, 0.0) + tokens / self.options.weights.get(tenant, 1.0)
-
-    @property
-    def wants_charges(self) -> bool:
-        return True
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __iter__(self) -> Iterator[Request]:
-        for queue in self._tenants.values():
-            yield from queue.values()
-
-
-ARRANGED = ("lpm", "dfs-weight", "routing-key", "hrrn", "shortest-prefill")
-
-QUEUE_POLICIES: dict[str, Callable[[QueueOptions | None], QueuePolicy]] = {
-    **{policy.name: policy for policy in (Fcfs, Priority, LongestOutputFirst, Random, Fair, Deadline)},
-    **{name: partial(Arranged, name) for name in ARRANGED},
-}

@@ -8,10 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from scheduler.policies.ratio import STEPS_AFTER_RETRACTION, share_decoded
-
-#: The priority of a request that was given none, where the least urgent is wanted.
-LEAST_URGENT = (1 << 63) - 1
+from scheduler.policies.ratio import STEPS_AFTER_RETRACTION
 
 
 class Running(NamedTuple):
@@ -19,7 +16,6 @@ class Running(NamedTuple):
 
     input_len: int
     output_len: int
-    max_new: int
     priority: int = 0
 
     @property
@@ -50,7 +46,6 @@ class Retraction(NamedTuple):
     retracted: tuple[int, ...]
     kept: tuple[int, ...]
     outgrown: int | None
-    ratio: float
 
 
 def growth(kv_len: int, page_size: int) -> int:
@@ -75,7 +70,7 @@ def retract(running: Sequence[Running], memory: Memory, page_size: int, *, by_pr
     """Release requests until those that stay can decode one more step; at least one goes unless only one runs.
 
     Cached content is given up before a request is. After each release some is evicted in advance, so that the
-    survivors get some steps further. The returned ratio is the estimate for admission, not yet held to a floor.
+    survivors get some steps further.
     """
     keep = retraction_order(running, by_priority=by_priority)[::-1]
     retracted: list[int] = []
@@ -96,7 +91,4 @@ def retract(running: Sequence[Running], memory: Memory, page_size: int, *, by_pr
     if keep and not enough:
         outgrown = keep.pop()
         memory.release(outgrown)
-    decoded = sum(running[index].output_len for index in keep)
-    allowed = sum(running[index].max_new for index in keep)
-    ratio = share_decoded(decoded, allowed, len(keep))
-    return Retraction(tuple(retracted), tuple(keep), outgrown, ratio)
+    return Retraction(tuple(retracted), tuple(keep), outgrown)

@@ -52,6 +52,8 @@ class GenerationEndpoint(ABC, Generic[R]):
                 raise
             finally:
                 state.engine.release(call)
+                if state.recording is not None:
+                    state.recording.over(call)
 
     async def _job(self, body: bytes, call: Call) -> Job:
         request, unknown = schema.decode(body, self.request_type)

@@ -1,486 +1,200 @@
-"""A whole scheduler in one file: first come, first served, one step in flight, preemption by recomputing.
+"""A whole scheduler on a page: first come, first served, and whoever lacks pages takes them from the youngest.
 
-It shares nothing with the `scheduler` package, only `protocol`, and keeps the wire contract all the same.
-docs/write-your-own-scheduler.md walks through it. Run it in place of `triptych scheduler`; it reads the same
-environment variables: TRIPTYCH_RUNTIME_DIR, TRIPTYCH_SCHEDULER_ADDRESS, TRIPTYCH_RUNNER_ADDRESS, TRIPTYCH_LEASE_S,
-TRIPTYCH_RUNNER_SILENCE_S.
+It shares nothing with the `scheduler` package, only `protocol`. docs/write-your-own-scheduler.md walks through it.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
+from msgspec.structs import replace
 
-from protocol import wire
-from protocol.channels import ChannelError, ClientChannel, ServerChannel, new_instance
+from protocol import messages as msg
 from protocol.columns import i32, pack_i32, pack_u64, u64
-from protocol.messages import (
-    Abort,
-    ApiToScheduler,
-    Control,
-    ControlReply,
-    Finished,
-    Goodbye,
-    Hello,
-    Limits,
-    NewRequest,
-    Outputs,
-    Refused,
-    Rejected,
-    RequestStatus,
-    RunnerToScheduler,
-    SchedulerStatus,
-    Step,
-    StepResult,
-    Submit,
-    TokenLogprobs,
-    Welcome,
-)
-from protocol.process import EXIT_REPLACED, StopSignal, die_with_parent, ensure_private_dir, setup_logging
-
-STATUS_S = 0.4
-MOST_WAITING = 1000
-MOST_FAILURES = 3
-EXIT_REFUSED = 3
-
-
-# --- 1. what is remembered of a request -----------------------------------------------------------------------
+from protocol.messages import RequestStatus
+from protocol.process import StopSignal, setup_logging
+from protocol.scheduler_links import LinkSettings, SchedulerLinks
+from protocol.validation import check_submit
 
 
 @dataclass(eq=False)
 class Request:
-    """Its tokens are progress; its pages and `computed` are residency, which preemption takes away."""
+    """Its tokens are progress, which nothing takes away; its pages and `computed` are residency, which much does."""
 
-    submit: Submit
-    api: bytes
+    peer: int
+    submit: msg.Submit
     tokens: list[int]
     num_prompt: int
-    arrived_ns: int
-    admitted_ns: int = 0
-    incarnation: int = 0
-    computed: int = 0
+    arrived_ns: int = field(default_factory=time.monotonic_ns)
+    queue_ns: int = 0
     pages: list[int] = field(default_factory=list)
-    preemptions: int = 0
+    computed: int = 0
+    incarnation: int = 0
+    num_preemptions: int = 0
     failures: int = 0
 
 
-@dataclass
-class Mail:
-    """What one API has to be told with the next message."""
-
-    accepted: list[int] = field(default_factory=list)
-    rejected: list[Rejected] = field(default_factory=list)
-    tokens: list[tuple[int, int, int]] = field(default_factory=list)
-    finished: list[Finished] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-
-
 class MinimalScheduler:
-    """Owns both links and all requests. `run` is the loop."""
+    """All requests, in order of arrival. One step is in flight at a time; `rows` are the requests that it computes."""
 
-    def __init__(self, context: zmq.Context[Any], environ: dict[str, str]) -> None:
-        directory = ensure_private_dir(environ.get("TRIPTYCH_RUNTIME_DIR", "/tmp/triptych"))
-        here = environ.get("TRIPTYCH_SCHEDULER_ADDRESS") or f"ipc://{directory}/scheduler.sock"
-        there = environ.get("TRIPTYCH_RUNNER_ADDRESS") or f"ipc://{directory}/runner.sock"
-        self.lease_s = float(environ.get("TRIPTYCH_LEASE_S", "10"))
-        silence_s = float(environ.get("TRIPTYCH_RUNNER_SILENCE_S", "5"))
-        self.instance = new_instance()
-        self.apis: ServerChannel[Any] = ServerChannel(context, here, ApiToScheduler)
-        self.runner: ClientChannel[Any] = ClientChannel(
-            context, there, RunnerToScheduler, self._hello, silence_s=silence_s
-        )
-        self.limits: Limits | None = None
-        self.epoch = 0
+    def __init__(self, context: zmq.Context[Any]) -> None:
+        self.links = SchedulerLinks(context, LinkSettings.from_environment(os.environ), self)
+        self.limits: msg.Limits  # from the first Welcome on; no request comes before
         self.step_id = 0
-        self.in_flight = 0
-        self.computing: list[Request] = []
+        self.requests: dict[int, Request] = {}
+        self.rows: list[Request] = []
         self.free: list[int] = []
         self.left: list[int] = []
-        self.requests: dict[int, Request] = {}
-        self.waiting: list[Request] = []
-        self.running: list[Request] = []
-        self.mail: dict[bytes, Mail] = {}
-        self.early: list[tuple[bytes, Submit | Abort]] = []
-        self.last_status = 0.0
-        self.exit_code: int | None = None
 
-    # --- 2. the loop ------------------------------------------------------------------------------------------
+    def on_request(self, peer: int, message: msg.Submit | msg.Extend | msg.Abort | msg.Control) -> None:
+        """Accept or reject a Submit, end what an Abort names. Outputs that come along are tokens like any other."""
+        if isinstance(message, msg.Submit):
+            rejected = check_submit(message, self.limits, message.id in self.requests)
+            beyond = (message.open, message.kv_source, message.adapter, message.params.grammar)
+            if any(beyond) or message.params.repetition_max_pattern:
+                rejected = msg.Rejected(message.id, "unsupported", "no open prompts, KV sources, adapters, grammars")
+            if rejected is None:
+                tokens = i32(message.prompt + message.emitted).tolist()
+                self.requests[message.id] = request = Request(peer, message, tokens, len(message.prompt) // 4)
+                self.tell(peer, accepted=pack_u64([message.id]))
+                self.end_if_complete(request)
+            else:
+                self.tell(peer, rejected=[rejected])
+        elif isinstance(message, msg.Abort):
+            for request_id in u64(message.ids[: len(message.ids) // 8 * 8]).tolist():
+                found = self.requests.get(request_id)
+                if found is not None and found.peer == peer:
+                    self.finish(found, RequestStatus.ABORTED)
+        elif isinstance(message, msg.Control):
+            body = b'{"code": "unsupported", "message": "the minimal scheduler has no controls"}'
+            self.links.send(peer, msg.ControlReply(message.nonce, False, body))
 
-    def run(self, stop: StopSignal) -> int:
-        """Serve until told to stop; the exit status."""
-        poller = zmq.Poller()
-        for source in (self.apis.socket, self.runner.socket, stop.fileno()):
-            poller.register(source, zmq.POLLIN)
-        while not stop.requested and self.exit_code is None:
-            self.hear_runner()
-            self.hear_apis()
-            self.send_step()
-            self.tell_apis()
-            self.tick()
-            poller.poll(200)
-        goodbye = Goodbye("shutdown", "the minimal scheduler ends")
-        self.runner.leave(goodbye)
-        for api in self.apis.peers:
-            self.apis.drop(api, goodbye)
-        return self.exit_code or 0
+    def on_gone(self, peer: int) -> None:
+        """An API's session is over: so are its requests. If it returns, it submits again what is live."""
+        for request in [request for request in self.requests.values() if request.peer == peer]:
+            self.evict(self.requests.pop(request.submit.id))
 
-    def tick(self) -> None:
-        """Heartbeats, leases, and the status that every API lives by."""
-        self.runner.tick()
-        if time.monotonic() - self.last_status < STATUS_S:
+    def status(self) -> msg.SchedulerStatus:
+        """End who has waited too long to be let in; say how things stand."""
+        for request in list(self.requests.values()):
+            waited_ms = (time.monotonic_ns() - request.arrived_ns) // 1_000_000
+            if not request.queue_ns and 0 < request.submit.timeout_ms < waited_ms:
+                self.finish(request, RequestStatus.ERROR, code="waiting_timeout", text=f"waited {waited_ms} ms")
+        running = sum(bool(request.pages) for request in self.requests.values())
+        usage = 1 - len(self.free) / (self.limits.num_blocks - 1) if self.links.limits else 0.0
+        return self.links.status(running, len(self.requests) - running + len(self.links.backlog), usage)
+
+    def work(self) -> None:
+        """Serve in order of arrival: each gets pages for all its tokens, and computes what is left of the budget."""
+        if not self.links.runner.connected or self.rows or not self.requests:
             return
-        self.last_status = time.monotonic()
-        for api in self.apis.peers:
-            if self.apis.silent_for(api) > self.lease_s:
-                self.drop(api, Goodbye("lease", "silent for too long"))
-        now = time.monotonic_ns()
-        for request in list(self.waiting):
-            waited_ms = (now - request.arrived_ns) // 1_000_000
-            if 0 < request.submit.timeout_ms <= waited_ms and not request.admitted_ns:
-                self.finish(request, RequestStatus.ERROR, "waiting_timeout", f"not admitted within {waited_ms} ms")
-        pool = self.limits.num_blocks - 1 if self.limits else 1
-        used = (pool - len(self.free)) / pool if self.limits else 0.0
-        ready = "ready" if self.runner.connected else "absent"
-        waiting = len(self.waiting) + len(self.early)
-        status = SchedulerStatus(self.epoch, ready, len(self.running), waiting, used, limits=self.limits)
-        for api in self.apis.peers:
-            self.send(api, status)
-
-    def send(self, api: bytes, message: Any) -> None:
-        """An API that can't be reached has lost its session: it will shake hands and submit again."""
-        try:
-            self.apis.send(api, message)
-        except ChannelError:
-            self.drop(api, Goodbye("unreachable"))
-
-    # --- 3. APIs ----------------------------------------------------------------------------------------------
-
-    def hear_apis(self) -> None:
-        """Take in what the APIs have sent."""
-        for api, message in self.apis.receive():
-            if isinstance(message, Hello):
-                self.welcome(api, message)
-            elif isinstance(message, Submit):
-                self.add(api, message)
-            elif isinstance(message, Abort):
-                self.abort(api, message)
-            elif isinstance(message, Control):
-                body = b'{"code": "unsupported", "message": "the minimal scheduler has no controls"}'
-                self.send(api, ControlReply(message.nonce, False, body))
-            elif isinstance(message, Goodbye):
-                self.drop(api, None)
-
-    def welcome(self, api: bytes, hello: Hello) -> None:
-        """Open a session. Whatever an older session of this API asked for ends: it submits again what is live."""
-        if hello.role != "api":
-            self.apis.refuse(api, Refused("wrong_role", f"this is a scheduler, {hello.role} is not an API"))
-            return
-        self.drop(api, None)
-        answer = Welcome(
-            "scheduler", wire.PROTOCOL_VERSION, wire.SCHEMA_DIGEST, self.instance, self.epoch, self.limits,
-            lease_ms=int(1000 * self.lease_s),
-        )  # fmt: skip
-        try:
-            self.apis.welcome(api, answer)
-        except ChannelError:
-            self.drop(api, None)
-
-    def drop(self, api: bytes, goodbye: Goodbye | None) -> None:
-        """End a session and, silently, all its requests."""
-        for request in [request for request in self.requests.values() if request.api == api]:
-            self.remove(request)
-        self.early = [entry for entry in self.early if entry[0] != api]
-        self.mail.pop(api, None)
-        self.apis.drop(api, goodbye)
-
-    def add(self, api: bytes, submit: Submit) -> None:
-        """Accept or reject a request; before the first runner says what fits, it has to wait for that."""
-        if self.limits is None:
-            self.early.append((api, submit))
-            return
-        mail = self.mail.setdefault(api, Mail())
-        rejected = self.refusal(submit, self.limits)
-        if rejected is not None:
-            mail.rejected.append(rejected)
-            return
-        tokens = i32(submit.prompt + submit.emitted).tolist()
-        request = Request(submit, api, tokens, len(submit.prompt) // 4, time.monotonic_ns())
-        self.requests[submit.id] = request
-        self.waiting.append(request)
-        mail.accepted.append(submit.id)
-        if submit.emitted:
-            self.end_if_complete(request)
-
-    def refusal(self, submit: Submit, limits: Limits) -> Rejected | None:
-        """Why a request can never run here, with the numbers; or that there are too many already."""
-        params, num_prompt = submit.params, len(submit.prompt) // 4
-        if not 0 <= submit.id < 2**64:
-            return Rejected(submit.id, "invalid_id", f"{submit.id} is not an unsigned 64-bit number")
-        if submit.id in self.requests:
-            return Rejected(submit.id, "duplicate_id", f"{submit.id} is live already", 409)
-        if len(submit.prompt) % 4 or len(submit.emitted) % 4:
-            return Rejected(submit.id, "invalid_tokens", "a token column is not whole 32-bit integers")
-        if submit.open or submit.kv_source or params.grammar or params.repetition_max_pattern:
-            text = "the minimal scheduler has no open prompts, KV sources, grammars or repetition stops"
-            return Rejected(submit.id, "unsupported", text)
-        if not num_prompt or params.max_tokens < 1:
-            text = f"{num_prompt} prompt tokens and max_tokens {params.max_tokens}: at least 1 each"
-            return Rejected(submit.id, "invalid_length", text)
-        most = min(limits.max_model_len - 1, (limits.num_blocks - 1) * limits.block_size)
-        if num_prompt > most:
-            return Rejected(submit.id, "prompt_too_long", f"the prompt has {num_prompt} tokens, {most} fit")
-        ids = i32(submit.prompt + submit.emitted)
-        if ids.min() < 0 or ids.max() >= limits.vocab_size:
-            return Rejected(submit.id, "invalid_token_id", f"token ids go from 0 to {limits.vocab_size - 1}")
-        if len(self.waiting) >= MOST_WAITING and not submit.resumed:
-            return Rejected(submit.id, "queue_full", f"{len(self.waiting)} requests wait", 503, 1)
-        return None
-
-    def abort(self, api: bytes, message: Abort) -> None:
-        """End these requests of this API in whatever state they are; anything else is ignored."""
-        if self.limits is None:
-            self.early.append((api, message))  # in its place behind what it aborts
-            return
-        for request_id in u64(message.ids[: len(message.ids) // 8 * 8]).tolist():
-            request = self.requests.get(request_id)
-            if request is not None and request.api == api:
-                self.finish(request, RequestStatus.ABORTED)
-
-    def tell_apis(self) -> None:
-        """One message to each API that has anything to hear."""
-        mail, self.mail = self.mail, {}
-        for api, news in mail.items():
-            ids, positions, tokens = zip(*news.tokens, strict=True) if news.tokens else ((), (), ())
-            outputs = Outputs(
-                self.epoch, self.step_id, pack_u64(ids), pack_i32(positions), pack_i32(tokens),
-                pack_u64(news.accepted), news.rejected, news.finished, news.logprobs,
-            )  # fmt: skip
-            self.send(api, outputs)
-
-    # --- 4. the one decision: what runs next --------------------------------------------------------------------
-
-    def send_step(self) -> None:
-        """Serve who runs, in order of arrival, then let in who waits; send it all as one step."""
-        if not self.runner.connected or self.limits is None or self.in_flight:
-            return
-        budget = self.limits.max_num_batched_tokens
-        computing: list[Request] = []
-        counts: list[int] = []
-        grown: dict[int, list[int]] = {}
-        news: list[NewRequest] = []
-        preempted = False
-        for request in list(self.running):
-            count = min(len(request.tokens) - request.computed, budget)
-            if request not in self.running or not count:
-                continue  # a victim of somebody before it, or nothing left of the budget
-            while self.shortage(request, count) > 0 and request in self.running:
-                self.preempt(self.running[-1])
-                preempted = True
-            if request in self.running:
-                grown[len(computing)] = self.give(request, count)
-                computing.append(request)
-                counts.append(count)
-                budget -= count
-        while self.waiting and budget and not preempted and len(self.running) < self.limits.max_num_seqs:
-            request = self.waiting[0]
-            count = min(len(request.tokens), budget)
-            if self.shortage(request, count) > 0:
+        budget, new = self.limits.max_num_batched_tokens, []
+        plan: dict[int, int] = {}  # request id -> number of tokens
+        grown: dict[int, int] = {}  # row of the plan -> page
+        batch = [r for r in list(self.requests.values())[: self.limits.max_num_seqs] if r.computed < len(r.tokens)]
+        for request in batch:
+            lacks = -(-len(request.tokens) // self.limits.block_size) - len(request.pages)
+            while lacks > len(self.free) and batch[-1] is not request:
+                self.evict(batch.pop())
+            if lacks > len(self.free) or not budget:
                 break
-            self.running.append(self.waiting.pop(0))
-            self.give(request, count)
-            request.incarnation += 1
-            request.admitted_ns = request.admitted_ns or time.monotonic_ns()
-            computing.append(request)
-            counts.append(count)
+            taken = [self.free.pop() for _ in range(lacks)]
+            if not request.pages:
+                request.incarnation = self.step_id + 1  # the step that brings it: never the same twice, whatever the id
+                request.queue_ns = request.queue_ns or time.monotonic_ns() - request.arrived_ns
+                known = (pack_i32(request.tokens), request.num_prompt, 0, pack_i32(taken), request.submit.params)
+                new.append(msg.NewRequest(request.submit.id, request.incarnation, *known))
+            elif taken:
+                grown[len(plan)] = taken[0]  # a step adds one token, so never more than one page
+            request.pages += taken
+            plan[request.submit.id] = count = min(budget, len(request.tokens) - request.computed)
+            request.computed += count
             budget -= count
-            submit = request.submit
-            news.append(
-                NewRequest(
-                    submit.id, request.incarnation, pack_i32(request.tokens), request.num_prompt, 0,
-                    pack_i32(request.pages), submit.params,
-                )
-            )  # fmt: skip
-        if not counts:
-            return
-        self.step_id += 1
-        self.in_flight, self.computing = self.step_id, computing
-        grown = {row: pages for row, pages in grown.items() if pages}
-        step = Step(
-            self.epoch,
-            self.step_id,
-            ids=pack_u64([request.submit.id for request in computing]),
-            num_tokens=pack_i32(counts),
-            new=news,
-            left=pack_u64(self.left),
-            grow_rows=pack_i32(list(grown)),
-            grow_counts=pack_i32([len(pages) for pages in grown.values()]),
-            grow_blocks=pack_i32([page for pages in grown.values() for page in pages]),
-        )
-        self.left = []
-        self.runner.send(step)
-
-    def shortage(self, request: Request, count: int) -> int:
-        """How many pages are missing for `count` more tokens."""
-        assert self.limits is not None
-        pages = -(-(request.computed + count) // self.limits.block_size)
-        return pages - len(request.pages) - len(self.free)
-
-    def give(self, request: Request, count: int) -> list[int]:
-        """Hand out the pages for `count` more tokens, which the next step computes. Returns the new pages."""
-        assert self.limits is not None
-        request.computed += count
-        pages = -(-request.computed // self.limits.block_size) - len(request.pages)
-        taken = [self.free.pop() for _ in range(pages)]
-        request.pages += taken
-        return taken
-
-    def preempt(self, request: Request) -> None:
-        """Take a running request's pages. It keeps its tokens and goes to the front of the queue."""
-        self.evict(request)
-        request.preemptions += 1
-        self.waiting.insert(0, request)
+        self.rows = batch[: len(plan)]
+        if self.rows:
+            self.step_id += 1
+            ids, counts = pack_u64(list(plan)), pack_i32(list(plan.values()))
+            growth = (pack_i32(list(grown)), pack_i32([1] * len(grown)), pack_i32(list(grown.values())))
+            left, self.left = pack_u64(self.left), []
+            self.links.runner.send(msg.Step(self.links.epoch, self.step_id, ids, counts, new, left, *growth))
 
     def evict(self, request: Request) -> None:
-        """Take a running request off the runner."""
-        self.running.remove(request)
-        self.left.append(request.submit.id)
-        self.free += request.pages
-        request.pages, request.computed = [], 0
+        """Take a request off the runner, if it is there. What it knows it computes again when its turn comes."""
+        if request.pages:
+            self.left.append(request.submit.id)
+            self.free += request.pages
+            request.pages, request.computed, request.incarnation = [], 0, 0
+            request.num_preemptions += 1
 
-    # --- 5. results and ends ------------------------------------------------------------------------------------
+    def on_runner(self, message: msg.StepResult | msg.GrammarStatus | msg.KvStatus | msg.Heartbeat) -> None:
+        """Apply the awaited result to the residencies that it is about: compare, don't count."""
+        awaited = (self.links.epoch, self.step_id)
+        if not self.rows or not isinstance(message, msg.StepResult) or (message.epoch, message.step_id) != awaited:
+            return
+        rows, self.rows = self.rows, []
+        if message.failure is not None:
+            for request in rows:
+                self.evict(request)  # from here on no row of the result is about it
+                request.failures += 1
+                if request.failures == 3:
+                    self.finish(request, RequestStatus.ERROR, -1, message.failure.code, message.failure.message)
+        for error in message.errors:
+            found = self.requests.get(error.id)
+            if found is not None and found.incarnation == error.incarnation:
+                self.finish(found, RequestStatus.ERROR, -1, error.code, error.message)
+        sampled: dict[int, list[Request]] = {}
+        columns = (u64(message.ids), i32(message.incarnations), i32(message.positions), i32(message.tokens))
+        for request_id, incarnation, position, token in zip(*(column.tolist() for column in columns), strict=True):
+            found = self.requests.get(request_id)
+            if found is not None and (found.incarnation, len(found.tokens)) == (incarnation, position):
+                found.tokens.append(token)
+                sampled.setdefault(found.peer, []).append(found)
+        for peer, mine in sampled.items():
+            outputs = {request.submit.id: len(request.tokens) - 1 - request.num_prompt for request in mine}
+            ids, positions = pack_u64(list(outputs)), pack_i32(list(outputs.values()))
+            tokens = pack_i32([request.tokens[-1] for request in mine])
+            logprobs = [replace(one, position=outputs[one.id]) for one in message.logprobs if one.id in outputs]
+            self.tell(peer, ids=ids, positions=positions, tokens=tokens, logprobs=logprobs)
+            for request in mine:
+                self.end_if_complete(request)
 
-    def on_result(self, result: StepResult) -> None:
-        """Apply a result, if it is the one that is awaited, to the residencies that it is about."""
-        if result.epoch != self.epoch or result.step_id != self.in_flight:
-            return
-        self.in_flight = 0
-        if result.failure is not None:
-            self.on_failure(result.failure.code, result.failure.message)
-            return
-        for error in result.errors:
-            request = self.requests.get(error.id)
-            if request is not None and request.incarnation == error.incarnation:
-                self.finish(request, RequestStatus.ERROR, error.code, error.message)
-        logprobs = {entry.id: entry for entry in result.logprobs}
-        columns = (u64(result.ids), i32(result.incarnations), i32(result.positions), i32(result.tokens))
-        for request_id, incarnation, position, token in zip(*(c.tolist() for c in columns), strict=True):
-            request = self.requests.get(request_id)
-            if request is None or (request.incarnation, len(request.tokens)) != (incarnation, position):
-                continue
-            output = position - request.num_prompt
-            mail = self.mail.setdefault(request.api, Mail())
-            mail.tokens.append((request_id, output, token))
-            if request_id in logprobs:
-                entry = logprobs[request_id]
-                mail.logprobs.append(
-                    TokenLogprobs(request_id, output, entry.logprob, entry.rank, entry.top_ids, entry.top_logprobs)
-                )
-            request.tokens.append(token)
+    def on_welcome(self, welcome: msg.Welcome, limits: msg.Limits) -> None:
+        """A new epoch: compute everything again, and end what a smaller runner can't hold."""
+        for request in self.requests.values():
+            self.evict(request)
+        self.limits, self.rows, self.left, self.free = limits, [], [], list(range(limits.num_blocks - 1, 0, -1))
+        for request in list(self.requests.values()):
             self.end_if_complete(request)
-
-    def on_failure(self, code: str, message: str) -> None:
-        """The step is void: its requests are computed again, and end with an error after too many failures."""
-        for request in [request for request in reversed(self.computing) if request in self.running]:
-            request.failures += 1
-            if request.failures >= MOST_FAILURES:
-                self.finish(request, RequestStatus.ERROR, code, message)
-            else:
-                self.preempt(request)
 
     def end_if_complete(self, request: Request) -> None:
         """End a request whose newest token is its last one. A stop on the last allowed token is a stop."""
-        assert self.limits is not None
-        params, token = request.submit.params, request.tokens[-1]
-        num_outputs = len(request.tokens) - request.num_prompt
-        ends = () if params.ignore_eos else params.eos_token_ids or self.limits.eos_token_ids
-        pool = (self.limits.num_blocks - 1) * self.limits.block_size
-        most = min(request.num_prompt + params.max_tokens, self.limits.max_model_len, pool + 1)
-        if num_outputs >= max(params.min_tokens, 1) and (token in ends or token in params.stop_token_ids):
-            self.finish(request, RequestStatus.STOPPED, stop_token=token)
-        elif len(request.tokens) >= most:
+        params, limits, last = request.submit.params, self.limits, request.tokens[-1]
+        ends = params.stop_token_ids + (() if params.ignore_eos else params.eos_token_ids or limits.eos_token_ids)
+        capacity = (limits.num_blocks - 1) * limits.block_size
+        if last in ends and len(request.tokens) - request.num_prompt >= max(1, params.min_tokens):
+            self.finish(request, RequestStatus.STOPPED, last)
+        elif len(request.tokens) >= min(request.num_prompt + params.max_tokens, limits.max_model_len, capacity + 1):
             self.finish(request, RequestStatus.LENGTH)
 
-    def finish(
-        self, request: Request, status: RequestStatus, code: str = "", message: str = "", stop_token: int = -1
-    ) -> None:
-        """End a request from any state and tell its API."""
-        self.remove(request)
-        end = Finished(
-            request.submit.id,
-            status,
-            stop_token,
-            num_output_tokens=len(request.tokens) - request.num_prompt,
-            num_preemptions=request.preemptions,
-            queue_ns=(request.admitted_ns or time.monotonic_ns()) - request.arrived_ns,
-            code=code,
-            message=message,
-        )
-        self.mail.setdefault(request.api, Mail()).finished.append(end)
-
-    def remove(self, request: Request) -> None:
-        """Forget a request, wherever it is."""
-        del self.requests[request.submit.id]
-        if request in self.running:
+    def finish(self, request: Request, status: RequestStatus, stop: int = -1, code: str = "", text: str = "") -> None:
+        """End a request in whatever state it is, and tell its API, unless that has left meanwhile."""
+        if self.requests.pop(request.submit.id, None) is not None:
+            counts = (len(request.tokens) - request.num_prompt, 0, request.num_preemptions)
             self.evict(request)
-        else:
-            self.waiting.remove(request)
+            end = msg.Finished(request.submit.id, status, stop, *counts, request.queue_ns, code, text)
+            self.tell(request.peer, finished=[end])
 
-    # --- 6. the runner and its epochs ---------------------------------------------------------------------------
-
-    def _hello(self) -> Hello:
-        return Hello("scheduler", wire.PROTOCOL_VERSION, wire.SCHEMA_DIGEST, self.instance, self.epoch)
-
-    def hear_runner(self) -> None:
-        """Take in what the runner has sent."""
-        for message in self.runner.receive():
-            if isinstance(message, StepResult):
-                self.on_result(message)
-            elif isinstance(message, Welcome):
-                self.on_welcome(message)
-            elif isinstance(message, Refused) and message.code not in (wire.OCCUPIED, wire.BAD_FRAME):
-                print(f"the runner refuses: {message.code}: {message.message}", file=sys.stderr)
-                self.exit_code = EXIT_REFUSED
-            elif isinstance(message, Goodbye):
-                self.last_status = 0.0
-                if message.code in ("fenced", "takeover"):
-                    print(f"replaced: {message.message}", file=sys.stderr)
-                    self.exit_code = EXIT_REPLACED
-
-    def on_welcome(self, welcome: Welcome) -> None:
-        """A new epoch: the runner holds nothing of ours, so that all that ran is computed again."""
-        assert welcome.limits is not None, "a runner's welcome has limits"
-        for request in reversed(list(self.running)):
-            self.preempt(request)
-        self.limits, self.epoch = welcome.limits, welcome.epoch
-        self.in_flight, self.left = 0, []
-        self.free = list(range(welcome.limits.num_blocks - 1, 0, -1))
-        for request in list(self.requests.values()):
-            self.end_if_complete(request)  # the new runner may hold less
-        early, self.early = self.early, []
-        for api, message in early:
-            self.add(api, message) if isinstance(message, Submit) else self.abort(api, message)
-        self.last_status = 0.0
-
-
-def main() -> int:
-    """Run until SIGTERM, or until another scheduler takes the runner."""
-    setup_logging("minimal")
-    die_with_parent()
-    context: zmq.Context[Any] = zmq.Context()
-    scheduler = MinimalScheduler(context, dict(os.environ))
-    try:
-        with StopSignal() as stop:
-            return scheduler.run(stop)
-    finally:
-        scheduler.apis.close()
-        scheduler.runner.close()
-        context.term()
+    def tell(self, peer: int, **news: Any) -> None:
+        """Send an API these fields of an Outputs."""
+        self.links.send(peer, msg.Outputs(self.links.epoch, self.step_id, **news))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    setup_logging("minimal")
+    with zmq.Context() as context, StopSignal() as stop, closing(MinimalScheduler(context).links) as links:
+        raise SystemExit(links.run(stop))

@@ -60,7 +60,11 @@ def test_text_prompts_have_one_word_per_token() -> None:
 
 
 def test_equal_hash_ids_give_equal_512_token_blocks_also_where_the_last_one_is_cut() -> None:
-    rows = [TraceRow(0, 1024, 5, (1, 2)), TraceRow(1_000_000_000, 700, 5, (1, 2)), TraceRow(2_000_000_000, 1024, 5, (3, 2))]
+    rows = [
+        TraceRow(0, 1024, 5, (1, 2)),
+        TraceRow(1_000_000_000, 700, 5, (1, 2)),
+        TraceRow(2_000_000_000, 1024, 5, (3, 2)),
+    ]
     whole, cut, other = (TraceDataset(rows, IDS, seed=0).request(index).prompt for index in range(3))
     assert (len(whole), len(cut)) == (1024, 700)
     assert cut == whole[:700]

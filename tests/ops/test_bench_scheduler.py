@@ -16,7 +16,7 @@ from ops.bench.scheduler_subject import BLOCK_SIZE, PassTime, Subject, decodes, 
 from ops.bench.scheduler_wire import measure_wire
 from protocol.columns import i32
 from protocol.messages import Step
-from scheduler.policies.queue import QUEUE_POLICIES
+from scheduler.presets import QUEUE_POLICIES
 
 ECHO_PEER = """
 import json, sys

@@ -53,7 +53,7 @@ def default_sample(request_id: int, position: int) -> int:
 
 SUBMIT_FIELDS = (
     *("priority", "cache_salt", "emitted", "resumed", "tenant", "label", "routing_key", "kv_source", "open"),
-    *("timeout_ms", "deadline_ms"),
+    *("timeout_ms", "deadline_ms", "adapter", "adapter_generation"),
 )
 
 

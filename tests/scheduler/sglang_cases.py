@@ -11,11 +11,12 @@ import pytest
 
 from scheduler.policies.orders import Waiting
 from scheduler.policies.prefill_budget import Candidate, Grant, PrefillBudget, Runner
-from scheduler.policies.retraction import LEAST_URGENT
 from tests.scheduler.prefix_tree import Key, Node, PrefixTree
 
 Case = dict[str, Any]
 SHORTEST = "shortest-prefill-first"
+LEAST_URGENT = (1 << 63) - 1
+"""What a request without a priority has."""
 POLICY_NAMES: dict[str, str] = {SHORTEST: "shortest-prefill"}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from scheduler.policies.ratio import RatioController
+from scheduler.policies.ratio import RatioController, share_decoded
 from scheduler.policies.retraction import Running, growth, retract, retraction_order
 from tests.scheduler.sglang_cases import Case, held, in_pages, recorded, urgency
 
@@ -41,7 +41,6 @@ def running_of(case: Case, requests: Sequence[Case]) -> list[Running]:
         Running(
             request["input_len"],
             request["output_len"],
-            request["max_new_tokens"],
             urgency(request, case.get("low_values_first", False)),
         )
         for request in requests
@@ -145,11 +144,13 @@ def test_a_retraction_is_as_recorded(name: str) -> None:
         "evictable_after_check": sum(pool.cached),
     }
     decision = retract(running, pool, page_size, by_priority=case["retraction_policy"] == "priority")
+    kept = [requests[index] for index in decision.kept]
+    decoded, allowed = (sum(each[key] for each in kept) for key in ("output_len", "max_new_tokens"))
     seen |= {
         "retracted": [requests[index]["id"] for index in decision.retracted],
         "aborted": [requests[index]["id"] for index in (decision.outgrown,) if index is not None],
-        "kept": [requests[index]["id"] for index in decision.kept],
-        "new_ratio": close(decision.ratio),
+        "kept": [request["id"] for request in kept],
+        "new_ratio": close(share_decoded(decoded, allowed, len(kept))),
         "tokens_needed_after": demand([running[index] for index in decision.kept], page_size),
         "available_after": pool.free,
         "evictable_after": sum(pool.cached),

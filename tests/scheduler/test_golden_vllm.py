@@ -54,7 +54,7 @@ def decide(isolated: Isolated) -> dict[str, Any]:
     if step is not None:
         seen["scheduled"] = dict(zip(map(str, u64(step.ids).tolist()), i32(step.num_tokens).tolist(), strict=True))
         for new in step.new:
-            seen["new" if new.incarnation == 1 else "resumed"].append(str(new.id))
+            seen["resumed" if preemptions[new.id] else "new"].append(str(new.id))
             if new.num_computed:
                 seen["cached_tokens"][str(new.id)] = new.num_computed
     seen["preempted"] = [str(i) for i in preemptions if core.requests[i].num_preemptions > preemptions[i]]

@@ -194,7 +194,8 @@ class History:
         for request_id, (prompt, outputs) in self.asked.items():
             got = self.isolated.tokens.get(request_id, [])
             if request_id in self.isolated.rejected:
-                assert len(prompt) > self.capacity and not got
+                reserved = outputs - 1 if self.core.strategies.admission.reserves else 0
+                assert len(prompt) + reserved > self.capacity and not got
                 continue
             status = self.isolated.status(request_id)
             whole = alone(request_id, len(prompt), outputs, self.capacity)

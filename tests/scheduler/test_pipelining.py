@@ -141,7 +141,7 @@ def test_one_row_that_fails_ends_alone() -> None:
         i32(good.incarnations)[keep].tobytes(),
         i32(good.positions)[keep].tobytes(),
         i32(good.tokens)[keep].tobytes(),
-        errors=[RowError(2, 1, "non_finite_logits", "row 1 has NaN")],
+        errors=[RowError(2, isolated.request(2).incarnation, "non_finite_logits", "row 1 has NaN")],
     )
     isolated.core.update(bad)
     isolated.collect()

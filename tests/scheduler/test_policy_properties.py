@@ -263,7 +263,7 @@ class Pool:
 @few
 @given(
     st.lists(
-        st.builds(Running, st.integers(1, 60), st.integers(1, 60), st.integers(1, 200), st.integers(-2, 2)),
+        st.builds(Running, st.integers(1, 60), st.integers(1, 60), st.integers(-2, 2)),
         min_size=1,
         max_size=8,
     ),

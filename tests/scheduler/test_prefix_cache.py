@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler.blocks import BlockPool
-from scheduler.hashing import extend_hashes, root_hash
+from scheduler.hashing import BlockHasher
 from tests.scheduler.isolated import Isolated, solo_tokens
 
 PROMPT = list(range(500, 564))
@@ -102,14 +102,17 @@ def test_roots_commit_to_kind_value_and_border_of_each_extra_key() -> None:
         (("salt", "ab"), ("key", "c")),
         (("salt", "a"), ("key", "bc")),
     ]
-    assert len({root_hash(b"k", extra) for extra in extras}) == len(extras)
-    assert root_hash(b"k") != root_hash(b"other")
+    hasher = BlockHasher(b"k", 64)
+    assert len({hasher.root(extra) for extra in extras}) == len(extras)
+    assert hasher.root() != BlockHasher(b"other", 64).root()
 
 
 def test_a_hash_commits_to_the_whole_history() -> None:
+    hasher = BlockHasher(b"k", 64)
+
     def chain(data: bytes) -> list[bytes]:
         hashes: list[bytes] = []
-        extend_hashes(b"k", root_hash(b"k"), data, hashes, len(data) // 64, 64)
+        hasher.extend(hasher.root(), data, hashes, len(data) // 64)
         return hashes
 
     one, two = bytes(64), b"\1" + bytes(63)

@@ -14,7 +14,9 @@ import pytest
 from protocol.messages import SamplingParams
 from scheduler.config import QUEUE_NAMES
 from scheduler.policies import queue as queues
-from scheduler.policies.queue import QUEUE_POLICIES, Fair, QueueOptions, QueuePolicy, in_order
+from scheduler.policies.fair import Fair
+from scheduler.policies.queue import QueueOptions, QueuePolicy, in_order
+from scheduler.presets import QUEUE_POLICIES
 from scheduler.request import Request
 from scheduler.results import OUTPUT_COST
 from tests.scheduler.isolated import Isolated, solo_tokens

@@ -1,4 +1,4 @@
-"""What the scheduler refuses at its door, with the numbers. (The API checks too; a scheduler trusts nobody.)"""
+"""What no scheduler can serve under a runner's limits, with the numbers. (The API checks too: trust nobody.)"""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from protocol.columns import i32
 from protocol.messages import Limits, Rejected, Submit
 
 MAX_PRIORITY = (1 << 31) - 1
+MAX_NAME = 1024
+"""Characters of a name that requests are grouped by, such as a cache salt."""
+MAX_GENERATION = (1 << 63) - 1
 
 
 def check_submit(submit: Submit, limits: Limits, known: bool) -> Rejected | None:
@@ -25,6 +28,13 @@ def check_submit(submit: Submit, limits: Limits, known: bool) -> Rejected | None
     if abs(submit.priority) > MAX_PRIORITY:
         text = f"priority is {submit.priority}; it goes from {-MAX_PRIORITY} to {MAX_PRIORITY}"
         return refuse("invalid_priority", text, "priority")
+    for name, text in (("cache_salt", submit.cache_salt), ("adapter", submit.adapter)):
+        if len(text) > MAX_NAME:
+            return refuse(f"invalid_{name}", f"{name} has {len(text)} characters, at most {MAX_NAME} are allowed", name)
+    generation = submit.adapter_generation
+    if not 0 <= generation <= MAX_GENERATION or (generation and not submit.adapter):
+        text = f"adapter_generation is {generation}; it goes from 0 to {MAX_GENERATION}, and is 0 without an adapter"
+        return refuse("invalid_adapter_generation", text, "adapter_generation")
     params = submit.params
     if params.repetition_max_pattern > 0 and params.repetition_min_count < 2:
         text = f"repetition_min_count is {params.repetition_min_count}; one copy of a pattern repeats nothing"

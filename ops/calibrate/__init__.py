@@ -1,0 +1,1 @@
+"""Learns what a running server's steps cost."""

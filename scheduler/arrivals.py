@@ -1,0 +1,120 @@
+"""How a request comes in: refused at the door, told to come back later, or set up to wait.
+
+Whether it can ever run is `protocol.validation`; when it may enter is the passes' business.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from protocol.messages import Rejected, RequestStatus, Submit
+from protocol.validation import check_submit
+from scheduler import results
+from scheduler.hashing import cache_keys
+from scheduler.request import Request
+
+if TYPE_CHECKING:
+    from scheduler.core import CoreScheduler
+
+S = RequestStatus
+
+
+def add(core: CoreScheduler, peer: int, submit: Submit) -> None:
+    """Accept a request or answer it with a rejection."""
+    rejection = check_submit(submit, core.limits, submit.id in core.requests) or _refuse_for_good(core, submit)
+    if rejection is None and not submit.resumed:
+        rejection = _refuse_for_now(core, submit)
+    if rejection is not None:
+        core.stats.rejected[rejection.code] = core.stats.rejected.get(rejection.code, 0) + 1
+        core.outbox.of(peer).rejected.append(rejection)
+        return
+    request = _new_request(core, peer, submit)
+    core.requests[request.id] = request
+    core.tenants.enter(request.tenant)
+    core.stats.started += 1
+    core.outbox.of(peer).accepted.append(request.id)
+    if submit.params.grammar:
+        core.external.wait_for_grammar(request)
+    else:
+        core.waiting.push(request, core.now())
+    if submit.emitted:
+        results.end_if_complete(core, request)
+    elif request.expires_ns:
+        core.waiting.expire_at(request)
+
+
+def _refuse_for_good(core: CoreScheduler, submit: Submit) -> Rejected | None:
+    """The 400 for a request that admission could never let in."""
+    total = min((len(submit.prompt) >> 2) + submit.params.max_tokens, core.limits.max_model_len)
+    text = core.strategies.admission.refusal(total, core.pool.num_usable)
+    return Rejected(submit.id, "kv_capacity_exceeded", text, 400, 0, "max_tokens") if text else None
+
+
+def _refuse_for_now(core: CoreScheduler, submit: Submit) -> Rejected | None:
+    """The 503 for a request that comes at a bad time, unless it is urgent enough to displace another waiter."""
+    if core.draining:
+        return Rejected(submit.id, "draining", "this scheduler is draining", 503, 5)
+    limit, waiting = core.config.max_num_queued_reqs, len(core.waiting) + len(core.waiting.parked)
+    if not limit or waiting < limit:
+        return None
+    if core.strategies.queue.name == "priority":
+        fresh = (request for request in core.strategies.queue if not request.first_admitted_ns)
+        least = max(fresh, key=lambda request: (request.priority, request.arrival), default=None)
+        if least is not None and submit.priority < least.priority:
+            least.end_code = "displaced"
+            least.end_message = f"the queue is full ({limit} requests) and a more urgent request has come"
+            core.finish(least, S.ERROR)
+            return None
+    text = f"{waiting} requests are waiting, the limit is {limit}; retry later"
+    return Rejected(submit.id, "queue_full", text, 503, 1)
+
+
+def _new_request(core: CoreScheduler, peer: int, submit: Submit) -> Request:
+    core.num_arrived += 1
+    now, num_prompt = core.now(), len(submit.prompt) >> 2
+    timeout_ns = submit.timeout_ms * 1_000_000 or int(core.config.waiting_timeout_s * 1e9)
+    request = Request(
+        id=submit.id,
+        peer=peer,
+        params=submit.params,
+        data=bytearray(submit.prompt + submit.emitted),
+        num_prompt=num_prompt,
+        max_total=0,
+        priority=submit.priority,
+        arrival=core.num_arrived,
+        label=submit.label,
+        cache_keys=cache_keys(submit.cache_salt, submit.adapter, submit.adapter_generation),
+        tenant=submit.tenant,
+        routing_key=submit.routing_key,
+        kv_source=submit.kv_source,
+        open=submit.open,
+        arrival_ns=now,
+        arrival_processed=core.processed_tokens(),
+        deadline_ns=now + submit.deadline_ms * 1_000_000 if submit.deadline_ms else 0,
+        expires_ns=now + timeout_ns if timeout_ns else 0,
+        num_cached=0 if submit.emitted else -1,
+    )
+    limit_length(core, request)
+    request.timeline.add(now, "arrived", prompt_tokens=num_prompt, emitted=len(submit.emitted) >> 2)
+    return request
+
+
+def fit_again(core: CoreScheduler) -> None:
+    """The runner is another one: requests that its context or its pool can't hold end here."""
+    for request in list(core.requests.values()):
+        limit_length(core, request)
+        if request.num_tokens < request.max_total:
+            continue
+        if request.num_outputs:
+            core.finish(request, S.LENGTH)
+            continue
+        request.end_code = "kv_capacity_exceeded"
+        request.end_message = f"the prompt has {request.num_tokens} tokens; this runner holds {request.max_total - 1}"
+        core.finish(request, S.IGNORED)
+
+
+def limit_length(core: CoreScheduler, request: Request) -> None:
+    """Where the request ends at the latest: its own limit, the context, or the whole pool and one token more."""
+    capacity = core.pool.num_usable * core.block_size
+    most = request.num_prompt + request.params.max_tokens
+    request.max_total = min(most, core.limits.max_model_len, capacity + 1)

@@ -1,0 +1,112 @@
+"""How long a step will take, learned from those that came back: what a step is sized by when a token has a due time.
+
+A step's time is taken to be linear in its size, differently for steps of decodes alone, which wait for memory, and for
+steps with prefill, which wait for arithmetic:
+
+    decodes:  t = a + c·C + d·R          prefill:  t = a' + b'·T + c'·C
+
+T tokens, C tokens attended, R rows; no coefficient is negative.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+FORGETTING = 0.998
+SOLVE_EVERY = 8
+PULL = 1e-3
+PREFILL_TOKENS = 128
+"""Smaller prefills cost what memory costs: they say nothing about arithmetic."""
+_TOKENS, _CONTEXT, _ROWS = 1e-3, 1e-5, 1e-2
+"""Scales that bring T, C and R near 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """T, C and R of a step."""
+
+    tokens: int
+    context: int
+    rows: int
+
+
+class _LeastSquares:
+    """Non-negative least squares over three features, older observations fading, pulled slightly towards a prior.
+
+    The pull decides where the observations don't: steps of one size say nothing about what a larger one costs more.
+    """
+
+    def __init__(self, prior: tuple[float, float, float]) -> None:
+        self._prior: npt.NDArray[np.float64] = np.array(prior)
+        self._products: npt.NDArray[np.float64] = np.zeros((3, 3))
+        self._targets: npt.NDArray[np.float64] = np.zeros(3)
+        self._weights: tuple[float, float, float] = prior
+        self._unsolved = 0
+        self.seen = 0
+
+    def learn(self, features: npt.NDArray[np.float64], value: float) -> None:
+        self._products = FORGETTING * self._products + np.outer(features, features)
+        self._targets = FORGETTING * self._targets + features * value
+        self.seen += 1
+        self._unsolved += 1
+
+    def weights(self) -> tuple[float, float, float]:
+        """The three coefficients, none of them negative."""
+        if self._unsolved >= min(SOLVE_EVERY, self.seen):
+            self._unsolved = 0
+            self._solve()
+        return self._weights
+
+    def _solve(self) -> None:
+        products = self._products + PULL * np.eye(3)
+        targets = self._targets + PULL * self._prior
+        used = [0, 1, 2]
+        while used:
+            solved = np.linalg.solve(products[np.ix_(used, used)], targets[used])
+            if (solved >= 0).all():
+                break
+            used = [feature for feature, weight in zip(used, solved.tolist(), strict=True) if weight > 0]
+        found = dict(zip(used, solved.tolist() if used else [], strict=True))
+        self._weights = (found.get(0, 0.0), found.get(1, 0.0), found.get(2, 0.0))
+
+
+class StepPace:
+    """Predicts step times in ns, and how much prefill fits into one. Starts from an 8B model on one large GPU."""
+
+    def __init__(self) -> None:
+        self._decodes = _LeastSquares((5.5e6, 4.4e6, 0.2e6))
+        self._prefill = _LeastSquares((0.0, 40e6, 4.4e6))
+
+    @property
+    def ready(self) -> bool:
+        """Whether both kinds of step have been seen."""
+        return min(self._decodes.seen, self._prefill.seen) > 0
+
+    def learn(self, size: StepSize, took_ns: int) -> None:
+        """A step of this size took so long on the device."""
+        if size.tokens - size.rows >= PREFILL_TOKENS:
+            features = np.array((1.0, size.tokens * _TOKENS, size.context * _CONTEXT))
+            self._prefill.learn(features, float(took_ns))
+        elif size.tokens == size.rows:
+            features = np.array((1.0, size.context * _CONTEXT, size.rows * _ROWS))
+            self._decodes.learn(features, float(took_ns))
+
+    def predict(self, size: StepSize) -> int:
+        """Nanoseconds of a step of this size: the slower of what memory and arithmetic take."""
+        fixed, context, rows = self._decodes.weights()
+        memory = fixed + context * size.context * _CONTEXT + rows * size.rows * _ROWS
+        arithmetic = self._arithmetic(size.tokens, size.context) if size.tokens > size.rows else 0.0
+        return int(max(memory, arithmetic, 1.0))
+
+    def _arithmetic(self, tokens: int, context: int) -> float:
+        fixed, each, attended = self._prefill.weights()
+        return float(fixed + each * tokens * _TOKENS + attended * context * _CONTEXT)
+
+    def tokens_within(self, limit_ns: float, context: int) -> int:
+        """Tokens of a step with prefill that takes `limit_ns`, if its rows attend `context` tokens besides."""
+        fixed, tokens, attended = self._prefill.weights()
+        left = limit_ns - fixed - max(attended, 0.0) * context * _CONTEXT
+        return max(0, int(left / (max(tokens, 1.0) * _TOKENS)))

@@ -1,0 +1,63 @@
+"""The learned step times: what they predict, and that no noise makes them absurd."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from runner.step_costs import LinearCost
+from scheduler.policies.pace import StepPace, StepSize
+
+
+def taught(cost: LinearCost, steps: int, noise: float = 0.0, seed: int = 1) -> StepPace:
+    """A pace that has seen steps of both kinds at `cost`."""
+    pace, draw = StepPace(), random.Random(seed)
+    for _ in range(steps):
+        rows = draw.randint(1, 200)
+        context = rows * draw.randint(100, 3000)
+        tokens = rows if draw.random() < 0.5 else rows + draw.randint(200, 4000)
+        took = cost.step_ns(tokens, context, rows) * (1 + noise * draw.uniform(-1, 1))
+        pace.learn(StepSize(tokens, context, rows), int(took))
+    return pace
+
+
+@pytest.mark.parametrize(
+    "cost",
+    [LinearCost(), LinearCost(fixed_ns=3e6, token_ns=250_000, context_ns=900, row_ns=20_000, overlap=False)],
+    ids=["large GPU", "small CPU"],
+)
+def test_what_was_seen_is_predicted_and_the_tokens_of_a_step_are_what_fits(cost: LinearCost) -> None:
+    pace = taught(cost, 300)
+    for size in (StepSize(64, 90_000, 64), StepSize(1500, 120_000, 100), StepSize(4000, 40_000, 20)):
+        assert pace.predict(size) == pytest.approx(cost.step_ns(size.tokens, size.context, size.rows), rel=0.1)
+    limit = 50e6 if cost.overlap else 500e6
+    tokens = pace.tokens_within(limit, 100_000)
+    assert cost.step_ns(tokens, 100_000 + tokens, 60) == pytest.approx(limit, rel=0.1)
+
+
+def test_noise_and_steps_of_one_size_for_hours_leave_it_sane() -> None:
+    pace, draw = taught(LinearCost(), 100, noise=0.3), random.Random(3)
+    for _ in range(20_000):
+        size = StepSize(1000, 50_000 + draw.randint(-50, 50), 40)
+        pace.learn(size, int(LinearCost().step_ns(1000, 50_000, 40) * draw.uniform(0.7, 1.3)))
+    assert pace.predict(StepSize(1000, 50_000, 40)) == pytest.approx(LinearCost().step_ns(1000, 50_000, 40), rel=0.1)
+    assert 500 <= pace.tokens_within(45e6, 50_000) <= 2000
+    assert 0 < pace.predict(StepSize(1, 0, 1)) < 100e6
+
+
+def test_a_device_that_becomes_slower_is_noticed() -> None:
+    pace = taught(LinearCost(), 200)
+    before = pace.tokens_within(50e6, 10_000)
+    slower = LinearCost(fixed_ns=11e6, token_ns=80_000, context_ns=88, row_ns=4000)
+    draw = random.Random(5)
+    for _ in range(2000):
+        size = StepSize(draw.randint(500, 3000), 20_000, 20)
+        pace.learn(size, slower.step_ns(size.tokens, size.context, size.rows))
+    assert pace.tokens_within(50e6, 10_000) == pytest.approx(before / 2, rel=0.15)
+
+
+def test_before_any_step_it_has_an_opinion_and_gives_no_negative_tokens() -> None:
+    pace = StepPace()
+    assert pace.tokens_within(50e6, 0) > 0
+    assert pace.tokens_within(1e6, 10_000_000) == 0
