@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from protocol.process import PARENT_ENV
+from protocol.process import PARENT_ENV, WATCHDOG_ENV
 
 KEPT_LINES = 20
 
@@ -18,7 +18,9 @@ KEPT_LINES = 20
 class Program:
     """What to run for a role. `restart_env` is added to the environment when it is started again after a failure.
 
-    `stop_grace_s` is how long it may take to end after SIGTERM before it is killed.
+    `stop_grace_s` is how long it may take to end after SIGTERM before it is killed; programs with the same `group`
+    (not empty) are told to end together. `descriptors` are open in the child under the same numbers. `holder` says
+    which process has the program's place when it was replaced (0: one that can't be told, None: nobody).
     """
 
     role: str
@@ -26,6 +28,9 @@ class Program:
     env: Mapping[str, str] = field(default_factory=dict)
     restart_env: Mapping[str, str] = field(default_factory=dict)
     stop_grace_s: float = 5.0
+    group: str = ""
+    descriptors: tuple[int, ...] = ()
+    holder: Callable[[], int | None] = lambda: None
 
 
 class Child:
@@ -37,7 +42,10 @@ class Child:
         self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._write = write
         self._partial = b""
-        environment = {**program.env, **(program.restart_env if again else {}), PARENT_ENV: str(os.getpid())}
+        self._watchdog = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._alive_at: float | None = None
+        ours = {PARENT_ENV: str(os.getpid()), WATCHDOG_ENV: str(self._watchdog)}
+        environment = {**program.env, **(program.restart_env if again else {}), **ours}
         self._process = subprocess.Popen(
             list(program.argv),
             env=environment,
@@ -45,6 +53,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            pass_fds=(*program.descriptors, self._watchdog),
         )
         assert self._process.stdout is not None
         self.output = self._process.stdout.fileno()
@@ -69,6 +78,16 @@ class Child:
                 self._emit(line)
             self._partial = self._partial.rsplit(b"\r", 1)[-1] if b"\r" in self._partial[:-1] else self._partial
 
+    def silent_for(self, now: float) -> float:
+        """Seconds without a sign of life, as of the last call; 0 for a child that has never given one."""
+        try:
+            os.eventfd_read(self._watchdog)
+        except BlockingIOError:
+            pass
+        else:
+            self._alive_at = now
+        return now - self._alive_at if self._alive_at is not None else 0.0
+
     def signal(self, signum: signal.Signals) -> None:
         """Send a signal to the child alone; nothing if it has ended."""
         self._process.send_signal(signum)
@@ -91,6 +110,7 @@ class Child:
         if self._partial:
             self._emit(self._partial)
         os.close(self.pidfd)
+        os.close(self._watchdog)
         assert self._process.stdout is not None
         self._process.stdout.close()
         return status

@@ -43,6 +43,7 @@ commands:
   replay      recorded traffic through the scheduler on a virtual clock: presets compared (`triptych replay --help`)
   bench       load generators and measurements (`triptych bench --help`)
   calibrate   measure a running server's steps and fit the cost model for replays
+  keygen      make the key pair that processes on several machines share (`triptych keygen FILE`)
   costs       what KV memory, recompute and swap cost for a model, and where the last two tie
   version     print the version
 
@@ -101,6 +102,12 @@ def _costs(argv: list[str]) -> int:
     from ops.costs import main as costs
 
     return costs(argv)
+
+
+def _keygen(argv: list[str]) -> int:
+    from ops.keygen import main as keygen
+
+    return keygen(argv)
 
 
 def _ctl(argv: list[str]) -> int:
@@ -200,6 +207,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "bench": _bench,
     "calibrate": _calibrate,
     "costs": _costs,
+    "keygen": _keygen,
 }
 
 if __name__ == "__main__":

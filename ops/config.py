@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from protocol.process import PARENT_ENV
+from protocol.process import PARENT_ENV, WATCHDOG_ENV
 from protocol.settings import ENV_PREFIX, SettingError, Spec, convert, specs
 
 C = TypeVar("C")
@@ -23,7 +23,7 @@ _COMPOSE_NAMES = (
     *("BASE_IMAGE", "BUILD_NETWORK", "GPU_BASE_IMAGE", "GRAFANA_IMAGE", "MODELS", "MODEL_PACKAGE"),
     *("PROMETHEUS_IMAGE", "PUBLISH", "TAG", "TORCH_INDEX_URL"),
 )
-RESERVED_ENV = frozenset({CONFIG_ENV, PARENT_ENV, *(ENV_PREFIX + name for name in _COMPOSE_NAMES)})
+RESERVED_ENV = frozenset({CONFIG_ENV, PARENT_ENV, WATCHDOG_ENV, *(ENV_PREFIX + name for name in _COMPOSE_NAMES)})
 """Names with our prefix that are not settings of a config class: ours alone, or only for docker-compose.yml."""
 Groups = Mapping[str, type]
 """Table name in the file ("api", "scheduler", …) → config class."""

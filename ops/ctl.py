@@ -91,8 +91,9 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         print(f"triptych ctl: {error}", file=sys.stderr)
         return EXIT_USAGE
     try:
-        reply = _ask_in_turn(_address(options, environ), attempts)
-    except AddressError as error:
+        security = LinkSecurity.of(environ.get("TRIPTYCH_CURVE_KEY_FILE", ""))
+        reply = _ask_in_turn(_address(options, environ), attempts, security)
+    except (AddressError, SecurityError) as error:
         print(f"triptych ctl: {error}", file=sys.stderr)
         return EXIT_USAGE
     except NoAnswer as error:
@@ -175,11 +176,11 @@ def _address(options: argparse.Namespace, environ: Mapping[str, str]) -> str:
     return f"ipc://{found[0]}/scheduler.sock"
 
 
-def _ask_in_turn(address: str, attempts: Sequence[Control]) -> ControlReply:
+def _ask_in_turn(address: str, attempts: Sequence[Control], security: LinkSecurity) -> ControlReply:
     """The first answer that is not "no such request", else the first one."""
     first: ControlReply | None = None
     context: zmq.Context[Any] = zmq.Context()
-    channel = _channel(context, address)
+    channel = _channel(context, address, security)
     try:
         for control in attempts:
             reply = _ask(channel, control, time.monotonic() + PATIENCE_S)
@@ -194,7 +195,7 @@ def _ask_in_turn(address: str, attempts: Sequence[Control]) -> ControlReply:
     return first
 
 
-def _channel(context: zmq.Context[Any], address: str) -> ClientChannel[Any]:
+def _channel(context: zmq.Context[Any], address: str, security: LinkSecurity) -> ClientChannel[Any]:
     instance = new_instance()
     try:
         return ClientChannel(
@@ -202,6 +203,7 @@ def _channel(context: zmq.Context[Any], address: str) -> ClientChannel[Any]:
             address,
             SchedulerToApi,
             lambda: Hello("ctl", wire.PROTOCOL_VERSION, wire.SCHEMA_DIGEST, instance),
+            security=security,
         )
     except AddressError:
         context.term()

@@ -10,6 +10,8 @@ import fcntl
 import os
 import secrets
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
@@ -21,6 +23,24 @@ from protocol.settings import SettingError
 LONGEST_SOCKET = "scheduler.metrics.sock"
 _SWEEP_LOCK = ".lock"
 _PREFIX = "run-"
+_CLEANER = """
+import fcntl, glob, os, shutil, signal, sys
+for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(signum, signal.SIG_IGN)
+sys.stdin.buffer.read()
+path, made = sys.argv[1:]
+try:
+    fcntl.flock(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW), fcntl.LOCK_EX | fcntl.LOCK_NB)
+except OSError:
+    sys.exit()
+if made:
+    shutil.rmtree(path, ignore_errors=True)
+else:
+    for entry in glob.glob(path + "/*.sock"):
+        os.unlink(entry)
+"""
+"""Waits for the end of the process that started it, however that ends, and removes what it could not. Not if another
+instance has the directory by then."""
 
 
 class RuntimeDir:
@@ -30,6 +50,13 @@ class RuntimeDir:
         self.path = path
         self._descriptor = descriptor
         self._made = made
+        self._cleaner = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _CLEANER, path, "made" if made else ""],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     @classmethod
     def create(cls, environ: Mapping[str, str]) -> Self:
@@ -79,6 +106,9 @@ class RuntimeDir:
                 entry.unlink(missing_ok=True)
         os.close(self._descriptor)
         self._descriptor = -1
+        assert self._cleaner.stdin is not None
+        self._cleaner.stdin.close()
+        self._cleaner.wait()
 
     def __enter__(self) -> Self:
         return self

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import http.client
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ops.child import Program
@@ -18,17 +19,15 @@ from ops.runtime_dir import RuntimeDir
 from ops.serve_config import ServeConfig
 from ops.supervisor import EXIT_FAILED, RestartPolicy, Supervisor
 from ops.unix_http import UnixConnection
-from protocol.settings import ENV_PREFIX, SettingError, specs, to_text
+from protocol.links import listener_at
+from protocol.settings import ENV_PREFIX, specs, to_text
 from services.config import ApiConfig
+from services.listen import BindError, listen
 
 ROLES = ("runner", "scheduler", "api")
-"""In start order; the API, which drains with the others' help, is stopped first."""
+"""In start order; the API (one process or several), which drains with the others' help, is stopped first."""
 
 PROBE_TIMEOUT_S = 2.0
-
-
-class PortInUse(OSError):
-    """Somebody listens where the API should; found before any weights are loaded."""
 
 
 def run(loaded: Loaded, environ: Mapping[str, str]) -> int:
@@ -37,51 +36,85 @@ def run(loaded: Loaded, environ: Mapping[str, str]) -> int:
     api = loaded.get("api", ApiConfig)
     model, name = model_and_name(api.model, api.served_model_name if _is_given(loaded, "served_model_name") else "")
     try:
-        api = replace(api, served_model_name=name, port=_claim_port(api))
-    except PortInUse as error:
+        # Bound before any weights are loaded, and open as long as this process: while no API process is there to
+        # accept, clients wait instead of being refused.
+        listener = listen(api)
+    except BindError as error:
         print(f"triptych serve: {error}", file=sys.stderr)
         return EXIT_FAILED
-    with RuntimeDir.use(config.runtime_dir) if config.runtime_dir else RuntimeDir.create(environ) as runtime:
-        forced = {"runtime_dir": runtime.path, "model": str(model), "served_model_name": name, "port": api.port}
+    port = api.port if api.uds else listener.getsockname()[1]
+    api = replace(api, served_model_name=name, port=port)
+    with (
+        contextlib.closing(_Listening(listener, api.uds)) as listening,
+        RuntimeDir.use(config.runtime_dir) if config.runtime_dir else RuntimeDir.create(environ) as runtime,
+    ):
+        forced = {"runtime_dir": runtime.path, "model": str(model), "served_model_name": name, "port": port}
+        numbered = [replace(api, runtime_dir=runtime.path, process_number=number) for number in _numbers(config)]
+
+        def cleanup() -> None:
+            listening.close()
+            runtime.close()
+
         supervisor = Supervisor(
-            programs(loaded, forced, environ),
+            programs(loaded, forced, environ, listener.fileno()),
             write=_write_line,
-            probe=lambda: is_ready(api),
+            probe=lambda: all(os.path.exists(one.metrics_socket) for one in numbered) and is_ready(api),
             on_ready=lambda seconds: _write_line(banner(api, seconds)),
             policy=RestartPolicy(
                 limit=config.restart_limit,
                 backoff_s=config.restart_backoff_s,
                 stable_after_s=config.restart_window_s,
                 start_timeout_s=config.start_timeout_s,
+                hang_timeout_s=config.hang_timeout_s,
             ),
-            cleanup=runtime.close,
+            on_stop=listener.close,  # who comes when the last API process has gone is refused
+            cleanup=cleanup,
         )
         _write_line(f"starting runner, scheduler and API for {name} (sockets in {runtime.path})")
         return supervisor.run()
 
 
-def programs(loaded: Loaded, forced: Mapping[str, Any], environ: Mapping[str, str]) -> list[Program]:
-    """The three child processes. Their settings travel in the environment, which other users can't read."""
+def programs(
+    loaded: Loaded, forced: Mapping[str, Any], environ: Mapping[str, str], listen_fd: int = -1
+) -> list[Program]:
+    """The child processes. Their settings travel in the environment, which other users can't read.
+
+    All API processes accept from one socket, `listen_fd`.
+    """
     config = loaded.get("serve", ServeConfig)
     api = loaded.get("api", ApiConfig)
     inherited = {name: value for name, value in environ.items() if not name.startswith(ENV_PREFIX)}
+    several = config.api_processes > 1
+    places = [(role, 0) for role in ROLES[:-1]] + [("api", number) for number in _numbers(config)]
     found = []
-    for role in ROLES:
+    for role, number in places:
         fields = specs(type(loaded.configs[role]))
         values = {**loaded.given(role), **{name: value for name, value in forced.items() if name in fields}}
-        values = {**values, "metrics_port": _metrics_port(loaded, role)}
+        values = {**values, "metrics_port": _metrics_port(loaded, role, number)}
+        if role == "api":
+            values |= {"listen_fd": listen_fd, "process_number": number}
         settings = {fields[name].env: to_text(fields[name], value) for name, value in values.items()}
         found.append(
             Program(
-                role=role,
+                role=f"api-{number}" if number else role,
                 argv=[sys.executable, "-m", "ops.cli", role],
                 env={**inherited, "PYTHONUNBUFFERED": "1", **settings},
                 # The runner may still hold the session of the scheduler that died: the new one takes it over.
                 restart_env={ENV_PREFIX + "TAKEOVER": "true"} if role == "scheduler" else {},
                 stop_grace_s=config.stop_timeout_s + (api.shutdown_grace_s if role == "api" else 0.0),
+                group="api" if role == "api" and several else "",
+                descriptors=(listen_fd,) if role == "api" and listen_fd >= 0 else (),
+                holder=_holder_of(values, fields) if role == "scheduler" else lambda: None,
             )
         )
     return found
+
+
+def _holder_of(values: Mapping[str, Any], fields: Mapping[str, Any]) -> Callable[[], int | None]:
+    """Who serves APIs where the scheduler should. Over TCP that can't be told: somebody, or nobody."""
+    directory = values.get("runtime_dir", fields["runtime_dir"].default)
+    address = str(values.get("scheduler_address", "")) or f"ipc://{directory}/scheduler.sock"
+    return lambda: listener_at(address)
 
 
 def is_ready(api: ApiConfig) -> bool:
@@ -120,31 +153,35 @@ def _is_given(loaded: Loaded, name: str) -> bool:
     return name in loaded.given("api")
 
 
-def _metrics_port(loaded: Loaded, role: str) -> int:
-    """Three processes can't share a TCP port: api, scheduler and runner get the given one and the next two."""
+def _numbers(config: ServeConfig) -> list[int]:
+    """The numbers of the API processes; one alone has none."""
+    return list(range(1, config.api_processes + 1)) if config.api_processes > 1 else [0]
+
+
+def _metrics_port(loaded: Loaded, role: str, number: int) -> int:
+    """One for each process: API, scheduler and runner get the given port and the next two, other APIs those after."""
     port: int = loaded.configs[role].metrics_port
     shared = len({config.metrics_port for table, config in loaded.configs.items() if table in ROLES}) == 1
-    return port + tuple(reversed(ROLES)).index(role) if port and shared else port
+    if not port:
+        return 0
+    if number > 1:
+        return port + number - 1 + (len(ROLES) - 1 if shared else 0)
+    return port + tuple(reversed(ROLES)).index(role) if shared else port
 
 
-def _claim_port(api: ApiConfig) -> int:
-    """The port to serve on (a free one for 0). PortInUse if it can't be bound."""
-    if api.uds:
-        return api.port
-    family = socket.AF_INET6 if ":" in api.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((api.host, api.port))
-        except socket.gaierror as error:
-            raise SettingError(f"--host: got {api.host!r}: {error.strerror}") from None
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise PortInUse(
-                    f"port {api.port} on {api.host} is in use by another process; end that one or choose another --port"
-                ) from None
-            raise PortInUse(f"can't listen on {api.host}:{api.port}: {os.strerror(error.errno or 0)}") from None
-        return int(probe.getsockname()[1])
+class _Listening:
+    """The HTTP socket and, if it has one, its file."""
+
+    def __init__(self, listener: socket.socket, path: str) -> None:
+        self._listener = listener
+        self._path = path
+
+    def close(self) -> None:
+        """Close the one and remove the other. Idempotent."""
+        self._listener.close()
+        path, self._path = self._path, ""
+        if path:
+            Path(path).unlink(missing_ok=True)
 
 
 def _reachable(host: str) -> str:

@@ -9,10 +9,16 @@ from protocol.settings import check, setting
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """How the three processes are watched. `runtime_dir` empty means a private one per instance, removed at the end."""
+    """Which processes run, and how they are watched.
+
+    `runtime_dir` empty means a private one per instance, removed at the end.
+    """
 
     runtime_dir: str = setting(
         "", help="private directory for sockets; empty: a new one per instance, removed at the end"
+    )
+    api_processes: int = setting(
+        1, help="API processes that share the HTTP port: more use more cores for HTTP and text", minimum=1, maximum=64
     )
     start_timeout_s: float = setting(
         600.0, help="how long loading may take before the start counts as failed", unit="s", minimum=1
@@ -24,7 +30,16 @@ class ServeConfig:
         30.0, help="a process that lived this long starts again without being counted", unit="s", minimum=0
     )
     restart_backoff_s: float = setting(
-        0.5, help="wait before the first restart; doubles with each further one, up to 10 s", unit="s", minimum=0
+        0.5,
+        help="wait before the second restart in a row (the first is at once); doubles with each one, up to 10 s",
+        unit="s",
+        minimum=0,
+    )
+    hang_timeout_s: float = setting(
+        10.0,
+        help="scheduler and runner are killed and started again without a sign of life for this long; 0: never",
+        unit="s",
+        minimum=0,
     )
     stop_timeout_s: float = setting(
         10.0, help="how long each process may take to end (the API: beyond its shutdown_grace_s)", unit="s", minimum=0

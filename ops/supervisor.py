@@ -1,11 +1,12 @@
 """Keeps a few child processes running as one: starts, watches, restarts with backoff, and ends them in order.
 
-It sleeps in one `select` on exits, output, signals and deadlines, so it costs nothing while all is well. What the
-programs are and when they are ready is told by its caller.
+It sleeps in one `select` on exits, output, signals and deadlines, and looks every few seconds whether a child hangs.
+What the programs are and when they are ready is told by its caller.
 """
 
 from __future__ import annotations
 
+import os
 import selectors
 import signal
 import socket
@@ -19,22 +20,33 @@ from protocol.process import EXIT_REPLACED, StopSignal
 
 EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
 PROBE_INTERVAL_S = 0.1
+LOOK_INTERVAL_S = 0.2
+TAKEOVER_PATIENCE_S = 10.0
+"""How long the process that replaced a child may take to be found in its place."""
 SIGNAL_ECHO_S = 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """When to start a program again. Failures count as quick when the process lived less than `stable_after_s`."""
+    """When to start a program again: at once, from the second quick failure on after `backoff_s`, doubled each time.
+
+    Failures are quick when the process lived less than `stable_after_s`. One that has given signs of life counts as
+    hung, and is killed, when there was none for `hang_timeout_s` (0: never).
+    """
 
     limit: int = 3
     backoff_s: float = 0.5
     backoff_max_s: float = 10.0
     stable_after_s: float = 30.0
     start_timeout_s: float = 600.0
+    hang_timeout_s: float = 10.0
 
 
 class _Slot:
-    """A program's place: the process in it, or when the next one is due."""
+    """A program's place: the process in it, when the next one is due, or the stranger (`watched`, a pidfd) that has it.
+
+    While it isn't known who has the place, it is looked for at `look_at`, until `patience_until`.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -42,12 +54,16 @@ class _Slot:
         self.starts = 0
         self.quick_failures = 0
         self.due: float | None = None
+        self.watched = -1
+        self.look_at: float | None = None
+        self.patience_until = 0.0
 
 
 class Supervisor:
     """Runs `programs` (in start order; they are stopped in reverse) until a signal or a failure that repeats.
 
-    `probe` is asked, in a thread, whether all is ready; `on_ready` is then called once. `write` prints a line.
+    `probe` is asked, in a thread, whether all is ready; `on_ready` is then called once. `on_stop` is called before the
+    first is told to end, `cleanup` after the last has. `write` prints a line.
     """
 
     def __init__(
@@ -58,6 +74,7 @@ class Supervisor:
         probe: Callable[[], bool],
         on_ready: Callable[[float], None],
         policy: RestartPolicy | None = None,
+        on_stop: Callable[[], None] = lambda: None,
         cleanup: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -66,6 +83,7 @@ class Supervisor:
         self._probe = probe
         self._on_ready = on_ready
         self._policy = policy or RestartPolicy()
+        self._on_stop = on_stop
         self._cleanup = cleanup
         self._clock = clock
         self._selector = selectors.DefaultSelector()
@@ -73,8 +91,9 @@ class Supervisor:
         self._ready = False
         self._exit = EXIT_OK
         self._stopping = False
-        self._asked: _Slot | None = None
+        self._asked: list[_Slot] = []
         self._kill_at: float | None = None
+        self._next_look = self._began + self._policy.hang_timeout_s / 4
         self._probe_reader, self._probe_writer = socket.socketpair()
         self._probe_done = threading.Event()
 
@@ -128,12 +147,52 @@ class Supervisor:
         if self._stopping:
             self._stopped(slot, status)
         elif status == EXIT_REPLACED:
-            self._say(f"{slot.program.role} was replaced by a process that is not ours; it is not started again")
-            self._stopping = self._finished_all()
+            self._say(f"{slot.program.role} was replaced by a process that is not ours; it is left alone")
+            self._find_stranger(slot)
         elif status == EXIT_CONFIG:
             self._give_up(f"{slot.program.role} can't start as configured", child, EXIT_CONFIG)
         else:
             self._failed(slot, child, status)
+
+    # --- places that others have
+
+    def _find_stranger(self, slot: _Slot) -> None:
+        slot.patience_until = self._clock() + TAKEOVER_PATIENCE_S
+        slot.look_at = self._clock() + LOOK_INTERVAL_S
+
+    def _look_for_stranger(self, slot: _Slot) -> None:
+        now = self._clock()
+        pid = slot.program.holder()
+        slot.look_at = now + LOOK_INTERVAL_S
+        if pid is None and now >= slot.patience_until:
+            slot.look_at = None
+            self._say(f"nobody has the place of {slot.program.role}: starting it again")
+            self._start(slot)
+        elif pid is not None:
+            slot.patience_until = now  # from now on an empty place is empty
+            self._watch_stranger(slot, pid)
+
+    def _watch_stranger(self, slot: _Slot, pid: int) -> None:
+        try:
+            slot.watched = os.pidfd_open(pid)
+        except OSError:
+            return  # it can't be told from here, or has just ended: looked at again
+        slot.look_at = None
+        self._selector.register(slot.watched, selectors.EVENT_READ, (self._stranger_left, slot))
+        self._say(f"pid {pid} has the place of {slot.program.role}")
+
+    def _stranger_left(self, slot: _Slot) -> None:
+        self._forget_stranger(slot)
+        slot.look_at = self._clock()  # another one may have replaced it in turn
+
+    def _forget_stranger(self, slot: _Slot) -> None:
+        slot.look_at = None
+        if slot.watched >= 0:
+            self._selector.unregister(slot.watched)
+            os.close(slot.watched)
+            slot.watched = -1
+
+    # --- failing
 
     def _failed(self, slot: _Slot, child: Child, status: int) -> None:
         lived = self._clock() - child.started_at
@@ -142,10 +201,12 @@ class Supervisor:
             times = f"{slot.quick_failures} times in a row" if slot.quick_failures > 1 else "at once"
             self._give_up(f"{slot.program.role} failed {times}; it {describe_exit(status)}", child, EXIT_FAILED)
             return
-        wait = min(self._policy.backoff_s * 2 ** (slot.quick_failures - 1), self._policy.backoff_max_s)
+        again = slot.quick_failures - 2
+        wait = min(self._policy.backoff_s * 2**again, self._policy.backoff_max_s) if again >= 0 else 0.0
         slot.due = self._clock() + wait
+        when = f"in {wait:g} s" if wait else "now"
         self._say(
-            f"{slot.program.role} {describe_exit(status)} after {lived:.1f} s; starting it again in {wait:g} s "
+            f"{slot.program.role} {describe_exit(status)} after {lived:.1f} s; starting it again {when} "
             f"(failure {slot.quick_failures} of {self._policy.limit})"
         )
 
@@ -185,19 +246,29 @@ class Supervisor:
     def _begin_stop(self) -> None:
         self._stopping = True
         self._probe_done.set()
+        self._on_stop()
         for slot in self._slots:
             slot.due = None
+            if slot.watched >= 0:
+                self._say(f"the process in the place of {slot.program.role} is not ours: it is left running")
+            self._forget_stranger(slot)
         self._stop_next()
 
     def _stop_next(self) -> None:
-        """Ask the last started program that still runs to end. The others wait for it: it may need them to drain."""
-        slot = next((slot for slot in reversed(self._slots) if slot.child is not None), None)
-        if slot is self._asked:
-            return  # another one ended meanwhile; a second signal would cut this one's draining short
-        self._asked, self._kill_at = slot, None
-        if slot is not None and slot.child is not None:
-            slot.child.signal(signal.SIGTERM)
-            self._kill_at = self._clock() + slot.program.stop_grace_s
+        """Ask the last started program that still runs to end, and its group. The others wait: it may need them."""
+        if any(slot.child is not None for slot in self._asked):
+            return  # another one ended meanwhile; a second signal would cut the draining of these short
+        running = [slot for slot in self._slots if slot.child is not None]
+        self._asked, self._kill_at = running[-1:], None
+        if not running:
+            return
+        program = running[-1].program
+        if program.group:
+            self._asked = [slot for slot in running if slot.program.group == program.group]
+        self._kill_at = self._clock() + program.stop_grace_s
+        for slot in self._asked:
+            if slot.child is not None:
+                slot.child.signal(signal.SIGTERM)
 
     def _stopped(self, slot: _Slot, status: int) -> None:
         if status != EXIT_OK:
@@ -208,7 +279,9 @@ class Supervisor:
     # --- time
 
     def _timeout(self) -> float | None:
-        deadlines = [slot.due for slot in self._slots if slot.due is not None]
+        deadlines = [at for slot in self._slots for at in (slot.due, slot.look_at) if at is not None]
+        if self._policy.hang_timeout_s and not self._stopping:
+            deadlines.append(self._next_look)
         if self._kill_at is not None:
             deadlines.append(self._kill_at)
         if not self._ready and not self._stopping:
@@ -229,20 +302,32 @@ class Supervisor:
         for slot in self._slots:
             if slot.due is not None and now >= slot.due:
                 self._start(slot)
+            if slot.look_at is not None and now >= slot.look_at:
+                self._look_for_stranger(slot)
+        if self._policy.hang_timeout_s and now >= self._next_look:
+            self._next_look = now + self._policy.hang_timeout_s / 4
+            self._kill_hung(now)
+
+    def _kill_hung(self, now: float) -> None:
+        for slot in self._slots:
+            silent = slot.child.silent_for(now) if slot.child is not None else 0.0
+            if slot.child is not None and silent > self._policy.hang_timeout_s:
+                self._say(f"{slot.program.role} hangs (no sign of life for {silent:.1f} s), killing it")
+                slot.child.kill_group()
 
     def _kill_overdue(self) -> None:
         self._kill_at = None
-        slot = self._asked
-        if slot is not None and slot.child is not None:
-            self._say(f"{slot.program.role} did not end within {slot.program.stop_grace_s:g} s, killing it")
-            self._exit = self._exit or EXIT_FAILED
-            slot.child.kill_group()
+        for slot in self._asked:
+            if slot.child is not None:
+                self._say(f"{slot.program.role} did not end within {slot.program.stop_grace_s:g} s, killing it")
+                self._exit = self._exit or EXIT_FAILED
+                slot.child.kill_group()
 
     def _finished(self) -> bool:
         return self._stopping and self._finished_all()
 
     def _finished_all(self) -> bool:
-        return all(slot.child is None and slot.due is None for slot in self._slots)
+        return all(slot.child is None and slot.due is None and slot.look_at is None for slot in self._slots)
 
     def _kill_all(self) -> None:
         for slot in self._slots:

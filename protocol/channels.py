@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,26 +18,34 @@ import msgspec
 import zmq
 
 from protocol import wire
+from protocol.client_channel import ClientChannel
 from protocol.links import (
+    HEARTBEAT_INTERVAL_S,
     MAX_IPC_PATH,
     AddressError,
+    AddressTaken,
     Attached,
     ChannelError,
     ChannelFull,
     LinkStats,
+    Monitor,
     PeerGone,
+    SeldomLog,
     check_address,
     check_hello,
     claim_ipc_path,
+    file_identity,
     new_instance,
     new_socket,
 )
-from protocol.messages import Goodbye, Heartbeat, Hello, Refused, Welcome
+from protocol.messages import Goodbye, Hello, Refused, Welcome
+from protocol.security import OPEN, LinkSecurity, SecurityError
 
 __all__ = [
     "HEARTBEAT_INTERVAL_S",
     "MAX_IPC_PATH",
     "AddressError",
+    "AddressTaken",
     "ChannelError",
     "ChannelFull",
     "ClientChannel",
@@ -50,8 +57,14 @@ __all__ = [
 
 log = logging.getLogger("triptych.link")
 
-HELLO_INTERVAL_S = 0.2
-HEARTBEAT_INTERVAL_S = 0.5
+MAX_FIRST_FRAME_BYTES = 64 * 1024
+"""A peer without a session has nothing to say but a Hello."""
+FRAMES_LOST = Refused(wire.NO_SESSION, "frames were lost: say hello again")
+HELLOS_KEPT = 4096
+LOOK_INTERVAL_S = 0.5
+FAILED_HANDSHAKES = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -62,6 +75,7 @@ class _Session:
     peer: Hello
     sent: int = 0
     expected: int = 0
+    broken: bool = False
     last_seen: float = field(default_factory=time.monotonic)
 
 
@@ -69,32 +83,64 @@ class ServerChannel(Generic[R]):
     """The binding side. `receives` is the union of messages that peers may send.
 
     A peer exists from `welcome()` until `drop()`. Messages of peers without a session are answered with
-    Refused(no_session), so that a peer which outlived its session shakes hands again.
+    Refused(no_session), so that a peer which outlived its session shakes hands again; so are those that come after a
+    lost one, since they may rest on what it said. A Hello that was captured and is sent again, by whomever, opens
+    nothing.
+
+    Without `bind` it serves nobody until `bind()` is called.
     """
 
     def __init__(
-        self, context: zmq.Context[Any], address: str, receives: Any, *, clock: Callable[[], float] = time.monotonic
+        self,
+        context: zmq.Context[Any],
+        address: str,
+        receives: Any,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        security: LinkSecurity = OPEN,
+        bind: bool = True,
     ) -> None:
         check_address(address)
-        if address.startswith("ipc://"):
-            claim_ipc_path(address)
         self.address = address
         self.stats = LinkStats()
+        self.bound = False
+        self._file: tuple[int, int] | None = None
         self._clock = clock
         self._codec: wire.Codec[R] = wire.Codec(receives)
         self._sessions: dict[bytes, _Session] = {}
         self._hellos: dict[bytes, tuple[int, Hello]] = {}
+        self._said: dict[tuple[str, int], None] = {}
         self._attached: Attached | None = None
+        self._seldom = SeldomLog(clock)
+        self._next_look = 0.0
         self.socket = new_socket(context, zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._monitor = Monitor(self.socket, address, FAILED_HANDSHAKES)
         try:
-            self.socket.bind(address)
-        except zmq.ZMQError as error:
+            security.guard_server(context, self.socket, address)
+            if bind:
+                self.bind()
+        except (AddressError, SecurityError) as error:
+            self._monitor.close()
             self.socket.close(linger=0)
-            raise AddressError(f"{address}: can't bind: {error}") from error
-        if address.startswith("ipc://"):
-            os.chmod(address.removeprefix("ipc://"), 0o600)
+            raise error if isinstance(error, AddressError) else AddressError(str(error)) from error
+
+    def bind(self, *, by_force: bool = False) -> None:
+        """Listen at the address. AddressTaken if another process does, unless `by_force` takes its socket file away."""
+        path = self.address.removeprefix("ipc://") if self.address.startswith("ipc://") else ""
+        if path:
+            claim_ipc_path(self.address, by_force=by_force)
+        try:
+            self.socket.bind(self.address)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EADDRINUSE:
+                raise AddressTaken(self.address) from error
+            raise AddressError(f"{self.address}: can't bind: {error}") from error
+        self.bound = True
+        if path:
+            os.chmod(path, 0o600)
+            self._file = file_identity(path)
 
     @property
     def bound_address(self) -> str:
@@ -120,6 +166,7 @@ class ServerChannel(Generic[R]):
     def receive(self, limit: int = 1000) -> list[tuple[bytes, R]]:
         """All messages that have arrived, at most `limit`, in order per peer. Hellos come through as messages."""
         messages: list[tuple[bytes, R]] = []
+        self._look()
         while len(messages) < limit:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -129,14 +176,30 @@ class ServerChannel(Generic[R]):
             if len(frames) != 2:
                 self._bad(identity, f"{len(frames) - 1} frames instead of 1")
                 continue
+            if len(frames[1]) > MAX_FIRST_FRAME_BYTES and identity not in self._sessions:
+                self._bad(identity, f"{len(frames[1])} bytes from a peer without a session")
+                continue
             try:
                 number, sequence, message = self._codec.decode(frames[1])
             except wire.FrameError as error:
                 self._bad(identity, str(error))
                 continue
             if self._take(identity, number, sequence, message):
+                if isinstance(message, Hello):  # an earlier one that nobody has answered yet counts no more
+                    messages = [one for one in messages if one[0] != identity or not isinstance(one[1], Hello)]
                 messages.append((identity, message))
         return messages
+
+    def _look(self) -> None:
+        """Count the connections that never got as far as a frame."""
+        now = self._clock()
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_INTERVAL_S
+        failed = len(self._monitor.events())
+        if failed:
+            self.stats.failed_handshakes += failed
+            self._seldom.warning(f"{self.address}: {failed} connections spoke no ZeroMQ, or without our key")
 
     def _take(self, identity: bytes, number: int, sequence: int, message: R) -> bool:
         """Session bookkeeping for one decoded frame; True if the owner should see it."""
@@ -150,6 +213,10 @@ class ServerChannel(Generic[R]):
                 return False
             if self._hellos.get(identity, (None, None))[0] == number:
                 return False  # repeated while the owner still ponders
+            if self._is_replayed(number, message):
+                self.stats.stale_frames += 1
+                self._refuse(identity, number, Refused(wire.REPLAYED, "this hello was said before"))
+                return False
             self._hellos[identity] = (number, message)
             return True
         if session is None or session.number != number:
@@ -158,21 +225,38 @@ class ServerChannel(Generic[R]):
                 self._refuse(identity, number, Refused(wire.NO_SESSION, "say hello first"))
             return False
         session.last_seen = self._clock()
+        if session.broken:
+            self._refuse(identity, number, FRAMES_LOST)
+            return False
         if sequence != session.expected:
             lost = (sequence - session.expected) & 0xFFFFFFFF
             if lost >= 0x80000000:
                 self.stats.stale_frames += 1  # a replayed frame
                 return False
             self.stats.lost_frames += lost
-            log.error("lost %d frames from %s %s", lost, session.peer.role, session.peer.instance)
+            self._seldom.warning(f"lost {lost} frames from {session.peer.role} {session.peer.instance}")
+            if not isinstance(message, Goodbye):
+                session.broken = True
+                self._refuse(identity, number, FRAMES_LOST)
+                return False
         session.expected = (sequence + 1) & 0xFFFFFFFF
         self.stats.received += 1
         return True
 
+    def _is_replayed(self, number: int, hello: Hello) -> bool:
+        """Whether this Hello was said before: an instance gives each of its sessions a number of its own."""
+        said = (hello.instance, number)
+        if said in self._said:
+            self._seldom.warning(f"{self.address}: a hello of {hello.role} {hello.instance} was said before")
+            return True
+        self._said[said] = None
+        if len(self._said) > HELLOS_KEPT:
+            del self._said[next(iter(self._said))]
+        return False
+
     def _bad(self, identity: bytes, why: str) -> None:
         self.stats.bad_frames += 1
-        if self.stats.bad_frames == 1 or self.stats.bad_frames % 1000 == 0:
-            log.warning("%s: bad frame (%d so far): %s", self.address, self.stats.bad_frames, why)
+        self._seldom.warning(f"{self.address}: bad frame ({self.stats.bad_frames} so far): {why}")
         session = self._sessions.get(identity)
         self._raw_send(identity, session.number if session else 0, 0, Refused(wire.BAD_FRAME, why[:200]))
 
@@ -237,178 +321,9 @@ class ServerChannel(Generic[R]):
             return
         if self._attached:
             self._attached.close()
-        self.socket.close()
-        if self.address.startswith("ipc://"):
-            try:
-                os.unlink(self.address.removeprefix("ipc://"))
-            except OSError:
-                pass
-
-
-class ClientChannel(Generic[R]):
-    """The connecting side: one peer, a session that `tick` opens and, after `NO_SESSION` or silence, opens again.
-
-    `hello` is called for each attempt, so it can carry the newest epoch. The owner sees the peer's Welcome, and a
-    Refused or Goodbye that ends the session, among the messages of `receive`; `connected` says whether one is open.
-    """
-
-    def __init__(
-        self,
-        context: zmq.Context[Any],
-        address: str,
-        receives: Any,
-        hello: Callable[[], Hello],
-        *,
-        silence_s: float = 5.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        check_address(address)
-        self.address = address
-        self.stats = LinkStats()
-        self.connected = False
-        self.busy_since_ns = 0
-        self._silence_s = silence_s
-        self._clock = clock
-        self._hello = hello
-        self._codec: wire.Codec[R] = wire.Codec(receives)
-        self._session = secrets.randbits(31)
-        self._sent = 0
-        self._expected = 0
-        self._last_seen = clock()
-        self._last_hello = -1e9
-        self._last_beat = -1e9
-        self._attached: Attached | None = None
-        self.socket = new_socket(context, zmq.DEALER)
-        self.socket.setsockopt(zmq.ROUTING_ID, secrets.token_bytes(12))
-        self.socket.setsockopt(zmq.RECONNECT_IVL, 20)
-        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
-        self.socket.connect(address)
-
-    @property
-    def silent_for(self) -> float:
-        """Seconds since the peer's last frame (or since the channel was made)."""
-        return self._clock() - self._last_seen
-
-    def tick(self) -> bool:
-        """Do what time asks for: a Hello while not connected, a heartbeat while connected. Call ≥ 4 times a second.
-
-        Returns True if the session was just given up because the peer has been silent too long.
-        """
-        now = self._clock()
-        lost = False
-        if self.connected and now - self._last_seen > self._silence_s:
-            self._disconnect()
-            lost = True
-            log.warning("%s: silent for %.1f s, shaking hands again", self.address, now - self._last_seen)
-        if not self.connected and now - self._last_hello >= HELLO_INTERVAL_S:
-            self._last_hello = now
-            try:
-                self._raw_send(self._hello(), 0)
-            except ChannelFull:
-                pass  # nobody is there yet; the queue keeps the earlier ones
-        if self.connected and now - self._last_beat >= HEARTBEAT_INTERVAL_S:
-            self._last_beat = now
-            try:
-                self.send(Heartbeat(time.time_ns(), self.busy_since_ns))
-            except ChannelError:
-                pass  # the peer's silence is what counts
-        return lost
-
-    def _disconnect(self) -> None:
-        """Give up the session; the next Hello opens another, and frames of this one are stale from now on."""
-        self.connected = False
-        self._session = (self._session + 1) & 0x7FFFFFFF
-        self._last_hello = -1e9
-
-    def _raw_send(self, message: msgspec.Struct, sequence: int) -> None:
-        try:
-            self.socket.send(self._codec.encode(message, self._session, sequence), zmq.NOBLOCK)
-        except zmq.Again as error:
-            self.stats.send_failures += 1
-            raise ChannelFull(f"{self.address}: the queue to the peer is full") from error
-        self.stats.sent += 1
-        if self._attached:
-            self._attached.recheck()
-
-    def send(self, message: msgspec.Struct) -> None:
-        """Send within the session. Raises PeerGone, ChannelFull, or the encoding error (then nothing was sent)."""
-        if not self.connected:
-            raise PeerGone(f"{self.address}: no session")
-        self._raw_send(message, self._sent)
-        self._sent = (self._sent + 1) & 0xFFFFFFFF
-
-    def receive(self, limit: int = 1000) -> list[R]:
-        """All messages that have arrived, at most `limit`, in order."""
-        messages: list[R] = []
-        while len(messages) < limit:
-            try:
-                frame = self.socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            try:
-                session, sequence, message = self._codec.decode(frame)
-            except wire.FrameError as error:
-                self.stats.bad_frames += 1
-                log.warning("%s: bad frame: %s", self.address, error)
-                continue
-            if self._take(session, sequence, message):
-                messages.append(message)
-        return messages
-
-    def _take(self, session: int, sequence: int, message: R) -> bool:
-        if session != self._session:
-            self.stats.stale_frames += 1
-            return False
-        self._last_seen = self._clock()
-        if isinstance(message, Welcome) and not self.connected:
-            self.connected = True
-            self._sent = 0
-            self._expected = 1
-            self._last_beat = self._clock()
-            return True
-        if isinstance(message, Refused):
-            if message.code == wire.NO_SESSION:
-                if self.connected:
-                    self._disconnect()
-                return False
-            if message.code != wire.BAD_FRAME:
-                asked = self._last_hello
-                self._disconnect()
-                self._last_hello = asked  # the next Hello in its time: at once would ask as fast as the peer refuses
-            return True
-        if not self.connected:
-            self.stats.stale_frames += 1
-            return False
-        if sequence != self._expected:
-            lost = (sequence - self._expected) & 0xFFFFFFFF
-            if lost >= 0x80000000:
-                self.stats.stale_frames += 1
-                return False
-            self.stats.lost_frames += lost
-            log.error("%s: lost %d frames", self.address, lost)
-        self._expected = (sequence + 1) & 0xFFFFFFFF
-        self.stats.received += 1
-        if isinstance(message, Goodbye):
-            self._disconnect()
-        return True
-
-    def leave(self, goodbye: Goodbye) -> None:
-        """Say goodbye, if there is anyone to say it to."""
-        if self.connected:
-            try:
-                self.send(goodbye)
-            except ChannelError:
-                pass
-            self._disconnect()
-
-    def attach(self, on_ready: Callable[[], None]) -> None:
-        """Call `on_ready` from the running asyncio loop when messages wait; it must call `receive` until empty."""
-        self._attached = Attached(self.socket, on_ready)
-
-    def close(self) -> None:
-        """Close the socket. Idempotent."""
-        if self.socket.closed:
-            return
-        if self._attached:
-            self._attached.close()
+        if self._file is not None:
+            path = self.address.removeprefix("ipc://")
+            if file_identity(path) == self._file:  # else another process has taken the place
+                os.unlink(path)
+        self._monitor.close()
         self.socket.close()

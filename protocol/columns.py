@@ -17,6 +17,8 @@ IdArray = npt.NDArray[np.uint64]
 
 def pack_i32(values: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
     """`values` as packed little-endian int32. Raises OverflowError if one does not fit."""
+    if not len(values):
+        return b""
     array = np.asarray(values)
     if array.dtype != I32:
         if array.size and (array.max() > 0x7FFFFFFF or array.min() < -0x80000000):

@@ -1,7 +1,7 @@
 """Serves a process's Prometheus registry as text over HTTP, on a private unix socket and, if asked, on a TCP port.
 
-It runs in daemon threads and answers `GET /metrics` and, on the unix socket, what a process adds; it holds no metrics of
-its own beside the process collector.
+It runs in daemon threads and answers `GET /metrics` and, on the unix socket, what a process adds; it holds no metrics
+of its own beside the process collector.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from urllib.parse import parse_qsl
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+
+from protocol.links import file_identity
 
 log = logging.getLogger("triptych.metrics")
 
@@ -61,6 +63,7 @@ class MetricsServer:
         self._listeners = listeners
         self._registry = registry
         self._unix_path = unix_path
+        self._file = file_identity(unix_path)
         self._slots = threading.BoundedSemaphore(MAX_CLIENTS)
         for listener in listeners:
             threading.Thread(target=self._accept, args=(listener,), name="metrics", daemon=True).start()
@@ -74,8 +77,8 @@ class MetricsServer:
             except OSError as error:
                 log.debug("closing the metrics listener: %s", error)
             listener.close()
-        if listeners and self._unix_path:
-            _remove(self._unix_path)
+        if listeners and self._file is not None and file_identity(self._unix_path) == self._file:
+            _remove(self._unix_path)  # else another process has taken the place
 
     def __enter__(self) -> Self:
         return self
@@ -119,15 +122,17 @@ def serve_metrics(
     host: str = "127.0.0.1",
     port: int = 0,
     pages: Mapping[str, Page] | None = None,
+    by_force: bool = False,
 ) -> MetricsServer:
     """Serve `registry` at `/metrics` on the unix socket (mode 0600; empty: not) and on `host:port` (port 0: not).
 
-    `pages` are further paths, on the unix socket only; they are called in this module's threads. A socket file left by a dead process is swept; one that a live process answers on is an ExpositionError.
+    `pages` are further paths, on the unix socket only; they are called in this module's threads. A socket file left by
+    a dead process is swept; one that a live process answers on is an ExpositionError, unless `by_force` takes it.
     """
     listeners: list[socket.socket] = []
     try:
         if unix_path:
-            listeners.append(_listen_unix(unix_path))
+            listeners.append(_listen_unix(unix_path, by_force))
         if port:
             listeners.append(_listen_tcp(host, port))
     except ExpositionError:
@@ -138,14 +143,14 @@ def serve_metrics(
     return MetricsServer(listeners, registry, unix_path, port, pages or {})
 
 
-def _listen_unix(path: str) -> socket.socket:
+def _listen_unix(path: str, by_force: bool) -> socket.socket:
     if len(os.fsencode(path)) > MAX_UNIX_PATH:
         raise ExpositionError(
             f"metrics at {path}: the path has {len(os.fsencode(path))} bytes, at most {MAX_UNIX_PATH}"
         )
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        _sweep(path)
+        _sweep(path, by_force)
         listener.bind(path)
         os.chmod(path, 0o600)
         listener.listen(MAX_CLIENTS)
@@ -165,14 +170,17 @@ def _listen_tcp(host: str, port: int) -> socket.socket:
         raise ExpositionError(f"metrics at {host}:{port}: {error.strerror or error}") from error
 
 
-def _sweep(path: str) -> None:
-    """Remove a dead process's socket file. ExpositionError if it is alive or not a socket."""
+def _sweep(path: str, by_force: bool) -> None:
+    """Remove a dead process's socket file. ExpositionError if it is alive (unless by force) or not a socket."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
         raise ExpositionError(f"metrics at {path}: a file that is not a socket is in the way")
+    if by_force:
+        _remove(path)
+        return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(0.5)
         try:

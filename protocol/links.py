@@ -5,9 +5,13 @@ Nothing here keeps a session: that is `protocol.channels`.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
+import socket
 import stat
+import struct
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,9 +20,16 @@ import zmq
 from protocol import wire
 from protocol.messages import Hello, Refused
 
+log = logging.getLogger("triptych.link")
+
+HELLO_INTERVAL_S = 0.2
+HEARTBEAT_INTERVAL_S = 0.5
 HIGH_WATER_MARK = 4096
 LINGER_MS = 200
+HANDSHAKE_MS = 3000
+"""How long ZeroMQ may take to agree with a peer that accepts connections; a stopped process never does."""
 MAX_IPC_PATH = 107
+LOG_INTERVAL_S = 10.0
 
 
 class ChannelError(Exception):
@@ -37,6 +48,14 @@ class AddressError(ValueError):
     """An address that can't be bound or connected to, with the reason."""
 
 
+class AddressTaken(AddressError):
+    """Another live process listens at the address. `holder` says which, as far as the kernel knows."""
+
+    def __init__(self, address: str, holder: str = "") -> None:
+        super().__init__(f"{address}: another live process listens there{holder and f': {holder}'}")
+        self.holder = holder
+
+
 @dataclass
 class LinkStats:
     """Counters of one channel, exported as metrics by its owner."""
@@ -48,6 +67,26 @@ class LinkStats:
     lost_frames: int = 0
     refused_hellos: int = 0
     send_failures: int = 0
+    failed_handshakes: int = 0
+
+
+class SeldomLog:
+    """Warnings that a hostile peer could cause without end: one each ten seconds, and how many were left out."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._next = -1e9
+        self._kept = 0
+
+    def warning(self, text: str) -> None:
+        """Log it, or count it."""
+        now = self._clock()
+        if now < self._next:
+            self._kept += 1
+            return
+        more = f" ({self._kept} more like it before)" if self._kept else ""
+        self._next, self._kept = now + LOG_INTERVAL_S, 0
+        log.warning("%s%s", text, more)
 
 
 def new_instance() -> str:
@@ -67,35 +106,111 @@ def check_address(address: str) -> None:
         raise AddressError(f"{address}: expected ipc:///path, tcp://host:port or inproc://name")
 
 
-def claim_ipc_path(address: str) -> None:
-    """Refuse an ipc path that a live process listens on (ZeroMQ would take it over) and sweep a dead one's file."""
-    import socket
+def claim_ipc_path(address: str, *, by_force: bool = False) -> None:
+    """Sweep a dead process's socket file. AddressTaken if a live one listens there (ZeroMQ would take it over).
 
+    `by_force` takes the path away from it: it goes on listening where nobody finds it.
+    """
     path = address.removeprefix("ipc://")
     if not os.path.exists(path):
         return
     if not stat.S_ISSOCK(os.stat(path).st_mode):
         raise AddressError(f"{address}: a file that is not a socket is in the way")
-    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    pid = listener_pid(path)
+    if pid is not None and not by_force:
+        raise AddressTaken(address, describe_process(pid))
     try:
-        probe.settimeout(0.5)
-        probe.connect(path)
-    except OSError:
         os.unlink(path)
-    else:
-        raise AddressError(f"{address}: another live process listens there")
-    finally:
-        probe.close()
+    except FileNotFoundError:
+        pass  # its owner was faster
+
+
+def listener_pid(path: str) -> int | None:
+    """The process that listens on a unix socket (0: one that can't be seen from here), None if nobody does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.settimeout(0.5)
+            probe.connect(path)
+            return int(struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+        except (BlockingIOError, TimeoutError):
+            return 0  # it listens, and takes nobody in
+        except OSError:
+            return None
+
+
+def listener_at(address: str) -> int | None:
+    """Like `listener_pid`, for an ipc or tcp address; who listens on the latter can't be told (0)."""
+    if address.startswith("ipc://"):
+        return listener_pid(address.removeprefix("ipc://"))
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    host = {"*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "::1"}.get(host, host.strip("[]"))
+    try:
+        socket.create_connection((host, int(port)), timeout=0.5).close()
+    except OSError:
+        return None
+    return 0
+
+
+def file_identity(path: str) -> tuple[int, int] | None:
+    """What tells a file from another one that has come to lie in its place; None if there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def describe_process(pid: int) -> str:
+    """A process in words: its number and since when it runs; "" if it can't be seen from here."""
+    try:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(os.stat(f"/proc/{pid}").st_mtime))
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            stopped = file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except OSError:
+        return ""
+    return f"pid {pid}, since {since}{', which is stopped' if stopped else ''}"
 
 
 def new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
-    socket = context.socket(kind)
-    socket.setsockopt(zmq.LINGER, LINGER_MS)
-    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
-    socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
-    socket.setsockopt(zmq.IMMEDIATE, 0)
-    return socket
+    """A bounded socket that never holds up the end of its process."""
+    made = context.socket(kind)
+    made.setsockopt(zmq.LINGER, LINGER_MS)
+    made.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+    made.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+    made.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
+    made.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    made.setsockopt(zmq.IMMEDIATE, 0)
+    return made
+
+
+class Monitor:
+    """What ZeroMQ tells of a socket's connections: the `events` that have happened, when asked.
+
+    It tells nothing of connections within the process; then there is no `socket` either.
+    """
+
+    def __init__(self, watched: zmq.Socket[bytes], address: str, events: int) -> None:
+        self._watched = watched
+        self.socket: zmq.Socket[bytes] | None = None
+        if not address.startswith("inproc://"):
+            self.socket = watched.get_monitor_socket(events)
+
+    def events(self) -> list[int]:
+        """What has happened since the last call."""
+        found: list[int] = []
+        while self.socket is not None:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            found.append(struct.unpack_from("=hi", frames[0])[0])
+        return found
+
+    def close(self) -> None:
+        """Stop; call it before the watched socket is closed."""
+        if self.socket is not None:
+            self._watched.disable_monitor()
+            self.socket.close(linger=0)
 
 
 def check_hello(hello: Hello) -> Refused | None:

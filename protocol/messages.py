@@ -106,7 +106,10 @@ class Refused(_Message, tag="refused", frozen=True):
 
 
 class Goodbye(_Message, tag="goodbye", frozen=True):
-    """The sender leaves on purpose; what it owned ends or is taken over. `code`: "shutdown", "fenced", "takeover"."""
+    """The sender leaves on purpose; what it owned ends or is taken over.
+
+    `code`: "shutdown", "fenced", "takeover", or "restart": the session is over, a new one is welcome.
+    """
 
     code: str
     message: str = ""
@@ -291,6 +294,7 @@ class SchedulerStatus(_Message, tag="status", frozen=True):
     """The scheduler's truth about the chain, sent with every heartbeat to an API: what /health and /ready answer from.
 
     `runner`: "ready", "absent" or "stuck". `stalled_ms`: how long work has been pending with no step finished.
+    `waiting_timeout_ms`: how long a request may wait for its first admission if it doesn't say; 0: for ever.
     """
 
     epoch: int
@@ -301,6 +305,7 @@ class SchedulerStatus(_Message, tag="status", frozen=True):
     stalled_ms: int = 0
     draining: bool = False
     limits: Limits | None = None
+    waiting_timeout_ms: int = 0
 
 
 # --- scheduler -> runner --------------------------------------------------------------------------------------

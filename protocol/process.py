@@ -23,7 +23,10 @@ _LEVELS = ("debug", "info", "warning", "error")
 FORCED_EXIT = 130
 _supervised = False
 EXIT_REPLACED = 4
-"""Exit status of a process that ended because another took its place: a supervisor must not start it again."""
+"""Exit status of a process whose place another one has: a supervisor must not start it again while that one lives."""
+EXIT_STUCK = 5
+"""Exit status of a process that ended itself because what it did never came to an end."""
+WATCHDOG_ENV = "TRIPTYCH_WATCHDOG_FD"
 
 
 class PrivateDirError(OSError):
@@ -67,6 +70,30 @@ def die_with_parent(parent_pid: int | None = None) -> None:
     if os.getppid() != parent_pid:
         logging.getLogger("triptych.process").error("the parent (pid %d) is gone, exiting", parent_pid)
         os._exit(1)
+
+
+class Watchdog:
+    """Tells the supervisor, if there is one, that this process's loop turns: `beat()` at least once a second.
+
+    The supervisor gives an eventfd, and kills a process that has begun to beat and then stops.
+    """
+
+    def __init__(self, descriptor: int = -1) -> None:
+        self._descriptor = descriptor
+
+    @classmethod
+    def from_environment(cls) -> Self:
+        """The one that the supervisor gave, or one that tells nobody."""
+        given = os.environ.pop(WATCHDOG_ENV, "")  # not for our own children
+        return cls(int(given) if given.isdigit() else -1)
+
+    def beat(self) -> None:
+        """All is well."""
+        if self._descriptor >= 0:
+            try:
+                os.eventfd_write(self._descriptor, 1)
+            except OSError:
+                self._descriptor = -1  # the supervisor is gone
 
 
 class StopSignal:

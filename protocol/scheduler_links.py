@@ -6,6 +6,8 @@ What the contract asks of any scheduler before it decides anything. It knows no 
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ import msgspec
 import zmq
 
 from protocol import wire
-from protocol.channels import ChannelError, ClientChannel, ServerChannel, new_instance
+from protocol.channels import AddressError, AddressTaken, ChannelError, ClientChannel, ServerChannel, new_instance
 from protocol.messages import (
     Abort,
     ApiToScheduler,
@@ -35,13 +37,17 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.process import EXIT_REPLACED, StopSignal, ensure_private_dir
+from protocol.security import OPEN, LinkSecurity
 
 log = logging.getLogger("triptych.scheduler")
 
 TICK_MS = 200
+EAGER_TICK_MS = 5
 STATUS_INTERVAL_S = 0.5
 EXIT_OK = 0
 EXIT_REFUSED = 3
+LET_GO_S = 3.0
+"""How long a scheduler that has been replaced may keep its socket file: one that hangs never gives it up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,7 @@ class LinkSettings:
     lease_s: float = 10.0
     runner_silence_s: float = 5.0
     takeover: bool = False
+    security: LinkSecurity = OPEN
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> LinkSettings:
@@ -63,6 +70,11 @@ class LinkSettings:
             environ.get("TRIPTYCH_RUNNER_ADDRESS") or f"ipc://{directory}/runner.sock",
             float(environ.get("TRIPTYCH_LEASE_S", "10")),
             float(environ.get("TRIPTYCH_RUNNER_SILENCE_S", "5")),
+            environ.get("TRIPTYCH_TAKEOVER", "").lower() in ("1", "true", "yes", "on"),
+            LinkSecurity.of(
+                environ.get("TRIPTYCH_CURVE_KEY_FILE", ""),
+                environ.get("TRIPTYCH_ALLOW_INSECURE_BIND", "").lower() in ("1", "true", "yes", "on"),
+            ),
         )
 
 
@@ -97,7 +109,12 @@ class Stopped(Exception):
 
 
 class SchedulerLinks:
-    """Serves an `Owner` until it is told to stop, fenced or refused. `limits` is None before the first runner."""
+    """Serves an `Owner` until it is told to stop, fenced or refused. `limits` is None before the first runner.
+
+    With `takeover` another scheduler may hold the place: then the runner is asked first, which tells that one to
+    leave, and APIs are served as soon as it has let go of the address. `on_bound` is called at that moment, with
+    whether the address was taken by force from one that hangs. `beat` is called twice a second while the loop turns.
+    """
 
     def __init__(
         self,
@@ -105,6 +122,8 @@ class SchedulerLinks:
         settings: LinkSettings,
         owner: Owner,
         *,
+        on_bound: Callable[[bool], None] = lambda by_force: None,
+        beat: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
@@ -114,12 +133,28 @@ class SchedulerLinks:
         self.backlog: list[tuple[int, Submit | Extend | Abort]] = []
         self.peers: dict[int, bytes] = {}
         self._owner = owner
+        self._on_bound = on_bound
+        self._beat = beat
         self._clock = clock
         self._numbers: dict[bytes, int] = {}
         self._next_peer = 0
         self._refused_since = 0.0
+        self._ours_since = 0.0
+        self._runner_hangs = self._had_runner = False
         self._last_status = clock()
-        self.apis: ServerChannel[Any] = ServerChannel(context, settings.scheduler_address, ApiToScheduler, clock=clock)
+        self.apis: ServerChannel[Any] = ServerChannel(
+            context, settings.scheduler_address, ApiToScheduler, clock=clock, security=settings.security, bind=False
+        )
+        try:
+            self.apis.bind()
+        except AddressTaken as taken:
+            if not settings.takeover:
+                self.apis.close()
+                raise
+            log.warning("%s; taking over from it", taken)
+        except AddressError:
+            self.apis.close()
+            raise
         self.runner: ClientChannel[Any] = ClientChannel(
             context,
             settings.runner_address,
@@ -127,28 +162,28 @@ class SchedulerLinks:
             self._hello,
             silence_s=settings.runner_silence_s,
             clock=clock,
+            security=settings.security,
         )
 
     def _hello(self) -> Hello:
         version, digest = wire.PROTOCOL_VERSION, wire.SCHEMA_DIGEST
-        return Hello("scheduler", version, digest, self.instance, self.epoch, self.settings.takeover)
+        # Once is enough: one that was replaced while it hung must not take the place back when it wakes up.
+        takeover = self.settings.takeover and not self.epoch
+        name = f"pid {os.getpid()} on {socket.gethostname()}"
+        return Hello("scheduler", version, digest, self.instance, self.epoch, takeover, name)
 
     def run(self, stop: StopSignal) -> int:
         """Serve until `stop`; returns the exit status."""
         poller = zmq.Poller()
         poller.register(self.apis.socket, zmq.POLLIN)
-        poller.register(self.runner.socket, zmq.POLLIN)
+        for news in self.runner.pollable:
+            poller.register(news, zmq.POLLIN)
         poller.register(stop.fileno(), zmq.POLLIN)
         self._tick()
         try:
             while not stop.requested:
-                poller.poll(TICK_MS)
-                for message in self.runner.receive():
-                    self._on_runner(message)
-                for identity, message in self.apis.receive():
-                    self._on_api(identity, message)
-                self._owner.work()
-                self._tick()
+                poller.poll(TICK_MS if self.apis.bound else EAGER_TICK_MS)
+                self.turn()
             self._leave("shutdown", "the scheduler was asked to stop")
             return EXIT_OK
         except Stopped as end:
@@ -156,10 +191,36 @@ class SchedulerLinks:
             self._leave("takeover" if end.code == EXIT_REPLACED else "shutdown", str(end))
             return end.code
 
+    def turn(self) -> None:
+        """Take in what has arrived, let the owner work, do what time asks for. Raises Stopped."""
+        for message in self.runner.receive():
+            self._on_runner(message)
+        for identity, message in self.apis.receive():
+            self._on_api(identity, message)
+        self._owner.work()
+        self._tick()
+
     def _leave(self, code: str, why: str) -> None:
         self.runner.leave(Goodbye(code, why))
         for identity in self.apis.peers:
             self.apis.drop(identity, Goodbye(code, why))
+
+    def give_up_runner(self, why: str) -> None:
+        """It hangs: what it still sends counts no more, and it is welcome again when it shakes hands."""
+        log.error("the runner counts as stuck: %s", why)
+        self._runner_hangs = True
+        self.runner.abandon(why)
+
+    @property
+    def runner_state(self) -> str:
+        """ "ready", "absent", or "stuck": there is a process, and it does nothing."""
+        if self.runner.connected:
+            return "ready"
+        return "stuck" if self._runner_hangs or self.runner.unresponsive else "absent"
+
+    def rejoin_runner(self, why: str) -> None:
+        """Leave the runner and shake hands again: a new epoch, in which nothing of this one is in flight."""
+        self.runner.leave(Goodbye("restart", why))
 
     def close(self) -> None:
         """Close both links. Idempotent."""
@@ -177,24 +238,57 @@ class SchedulerLinks:
             self._drop(identity, "unreachable", str(error))
 
     def status(
-        self, running: int, waiting: int, kv_usage: float, stalled_ms: int = 0, draining: bool = False
+        self,
+        running: int,
+        waiting: int,
+        kv_usage: float,
+        stalled_ms: int = 0,
+        draining: bool = False,
+        waiting_timeout_ms: int = 0,
     ) -> SchedulerStatus:
         """How things stand, with what the links know of it."""
-        runner = "ready" if self.runner.connected else "absent"
-        return SchedulerStatus(self.epoch, runner, running, waiting, kv_usage, stalled_ms, draining, self.limits)
+        return SchedulerStatus(
+            self.epoch,
+            self.runner_state,
+            running,
+            waiting,
+            kv_usage,
+            stalled_ms,
+            draining,
+            self.limits,
+            waiting_timeout_ms,
+        )
 
     def _tick(self) -> None:
         if self.runner.tick():
             silence_s = self.settings.runner_silence_s
             log.error("the runner has been silent for over %.1f s: it counts as gone", silence_s)
+        if not self.apis.bound and self.epoch:
+            self._take_place()
         now = self._clock()
+        if self._had_runner and not self.runner.connected:
+            log.warning("no runner (%s): requests wait for one", self.runner.lost)
+            self._last_status = now - STATUS_INTERVAL_S  # the APIs are told at once
+        self._had_runner = self.runner.connected
+        self._runner_hangs = self._runner_hangs and self.runner.linked
         if now - self._last_status < STATUS_INTERVAL_S:
             return
         self._last_status = now
+        self._beat()
         for identity in self.apis.peers:
             if self.apis.silent_for(identity) > self.settings.lease_s:
                 self._drop(identity, "lease", f"silent for more than {self.settings.lease_s:g} s")
         self._send_status()
+
+    def _take_place(self) -> None:
+        """The runner has told the former scheduler to leave: serve the APIs as soon as it has."""
+        by_force = self._clock() - self._ours_since > LET_GO_S
+        try:
+            self.apis.bind(by_force=by_force)
+        except AddressTaken:
+            return
+        log.info("serving APIs in the place of the former scheduler%s", ", which hangs" if by_force else "")
+        self._on_bound(by_force)
 
     def _send_status(self) -> None:
         status = self._owner.status()
@@ -210,6 +304,7 @@ class SchedulerLinks:
             self._on_refused(message)
         elif isinstance(message, Goodbye):
             if message.code in ("fenced", "takeover"):
+                self._owner.work()  # what the last steps brought
                 raise Stopped(EXIT_REPLACED, f"another scheduler has taken over: {message.message}")
             log.warning("the runner left (%s): requests wait for the next one", message.message or message.code)
             self._send_status()
@@ -223,6 +318,8 @@ class SchedulerLinks:
         if self.limits is not None and welcome.limits != self.limits:
             log.warning("the runner's limits changed: %s", welcome.limits)
         self.epoch, self.limits, self._refused_since = welcome.epoch, welcome.limits, 0.0
+        self._runner_hangs = False
+        self._ours_since = self._clock()
         self._owner.on_welcome(welcome, welcome.limits)
         backlog, self.backlog = self.backlog, []
         for peer, message in backlog:
@@ -241,6 +338,8 @@ class SchedulerLinks:
             self._refused_since = now
             log.warning("%s; waiting %.0f s for its lease to end", refused.message, self.settings.lease_s)
         elif now - self._refused_since > self.settings.lease_s + 2:
+            if self.epoch:
+                raise Stopped(EXIT_REPLACED, f"another scheduler has taken over: {refused.message}")
             raise Stopped(EXIT_REFUSED, f"{refused.message}; start with --takeover to replace it")
 
     # --- the APIs' side -------------------------------------------------------------------------------------

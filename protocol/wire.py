@@ -1,8 +1,8 @@
 """Frames and codecs: one frame per message, an 8-byte prefix and a msgpack body.
 
 Prefix: little-endian u32 `session` (chosen by the connecting side in each Hello) and u32 `sequence` (from 0, per
-direction, wrapping). A frame of another session is stale and dropped; a gap in the sequence is a lost message and
-reported. The schema digest is derived from the Structs themselves, so a changed field can't go unnoticed.
+direction, wrapping). A frame of another session is stale and dropped; a gap in the sequence is a lost message, and
+ends the session. The schema digest is derived from the Structs themselves, so a changed field can't go unnoticed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ BAD_DIGEST = "schema_mismatch"
 BAD_FRAME = "bad_frame"
 NO_SESSION = "no_session"
 OCCUPIED = "occupied"
+REPLAYED = "replayed"
 
 _PREFIX = struct.Struct("<II")
 PREFIX_BYTES = _PREFIX.size

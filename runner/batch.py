@@ -174,7 +174,7 @@ class Batch:
         if len(slots) and counts.min() < 1:
             raise StepError(BAD_STEP, "a row of no tokens")
         dead = self.dead[slots]
-        if dead.any():
+        if np.count_nonzero(dead):
             known = self.num_tokens[slots] - self.num_computed[slots]
             counts = np.where(dead, np.minimum(counts, known), counts)
             slots, counts, dead = slots[counts > 0], counts[counts > 0], dead[counts > 0]
@@ -190,7 +190,7 @@ class Batch:
         return Rows(self.ids[slots], slots, starts, counts, (ends == known) & ~dead)
 
     def _refuse(self, wrong: Bools, slots: Int64s, what: str, got: Int32s, limit: Int32s) -> None:
-        if wrong.any():
+        if np.count_nonzero(wrong):
             row = int(np.flatnonzero(wrong)[0])
             request = int(self.ids[slots[row]])
             raise StepError(BAD_STEP, f"request {request} {what}: up to {int(got[row])} of {int(limit[row])}")
@@ -201,6 +201,14 @@ class Batch:
         known = self.num_tokens[slots]
         self.tokens[slots, known] = tokens
         self.num_tokens[slots] = known + 1
+
+    def coast(self, slots: Int64s, tokens: Int32s) -> None:
+        """These decode rows have been computed in k steps, and sampled `tokens` [k, R], which become known."""
+        count = len(tokens)
+        known = self.num_tokens[slots]
+        self.tokens[slots, known + np.arange(count, dtype=np.int32)[:, None]] = tokens
+        self.num_tokens[slots] = known + count
+        self.num_computed[slots] += count
 
 
 def spread(counts: npt.NDArray[np.integer] | Sequence[int]) -> tuple[Int64s, Int64s]:

@@ -46,6 +46,12 @@ class RunnerConfig:
     lease_s: float = setting(
         10.0, unit="s", minimum=0.5, help="a scheduler silent for this long may be replaced by another"
     )
+    step_deadline_s: float = setting(
+        120.0,
+        unit="s",
+        minimum=0,
+        help="a step that takes longer, and longer than ten times the slowest so far, counts as hung; 0: none does",
+    )
 
     sim_step_ms: float = setting(10.0, unit="ms", minimum=0, help="sim: fixed cost of a step")
     sim_token_us: float = setting(0.0, unit="us", minimum=0, help="sim: cost of each token in a step")
@@ -75,11 +81,23 @@ class RunnerConfig:
     sim_eos_rate: float = setting(
         0.0, minimum=0, maximum=1, help="sim: probability that an output token is the end (0: outputs end by length)"
     )
+    sim_poison_token: int = setting(
+        -1, minimum=-1, help="sim: a step that computes this id goes wrong, as a fault to test with (-1: none)"
+    )
+    sim_poison_fault: str = setting(
+        "fail", choices=("fail", "kill", "hang"), help="sim: what it does: fail, kill the process, or never return"
+    )
     sim_seed: int = setting(0, minimum=0, help="sim: mixed into every token")
     sim_strict: bool = setting(True, help="sim: fail a step that breaks the paging rules, naming the fault")
 
     runtime_dir: str = setting("/tmp/triptych", help="private directory for sockets")
     runner_address: str = setting("", help="where the scheduler connects; empty: ipc socket in runtime_dir")
+    curve_key_file: str = setting(
+        "", help="key pair that `triptych keygen` wrote; over TCP only processes with the same pair are let in"
+    )
+    allow_insecure_bind: bool = setting(
+        False, help="listen on a TCP address that others can reach although there is no key"
+    )
     log_level: str = setting("info", choices=("debug", "info", "warning", "error"), help="least level that is logged")
     log_interval_s: float = setting(
         10.0, unit="s", minimum=0, help="seconds between status lines while working; 0: none"

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -38,12 +38,16 @@ from protocol.messages import (
     StepResult,
     Welcome,
 )
+from protocol.security import OPEN, LinkSecurity
 from runner.errands import Answer, Errand, ErrandStatus, unable
+from runner.link_parts import Due, Holder, Reply, SchedulerStats, Wake, Welcoming, named
 
 log = logging.getLogger("triptych.runner")
 
 FENCED = "fenced"
 SHUTDOWN = "shutdown"
+RESTART = "restart"
+"""The session is out of step: whoever is told this shakes hands again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,68 +78,11 @@ class Transfer:
 Item = Work | Grant | Transfer
 
 
-@dataclass(order=True, frozen=True, slots=True)
-class _Due:
-    """An answer that waits for its time; `number` keeps those of one moment in order."""
-
-    at: float
-    number: int
-    errand: Errand = field(compare=False)
-    status: ErrandStatus = field(compare=False)
-
-
-@dataclass
-class SchedulerStats:
-    """Counters of the link beyond the channel's own."""
-
-    grants: int = 0
-    fenced: int = 0
-    refused: int = 0
-    stale_steps: int = 0
-    unsent_results: int = 0
-
-
-@dataclass
-class _Holder:
-    """The scheduler that holds the runner. `epoch` is 0 until it has been welcomed."""
-
-    identity: bytes
-    hello: Hello
-    epoch: int = 0
-
-
-@dataclass(slots=True)
-class _Reply:
-    generation: int
-    result: StepResult
-
-
-@dataclass(slots=True)
-class _Welcoming:
-    generation: int
-    inventory: tuple[bytes, bytes]
-
-
-@dataclass
-class _Wake:
-    """An eventfd that both threads know: a write makes the poll loop turn."""
-
-    fd: int = field(default_factory=lambda: os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
-
-    def set(self) -> None:
-        os.eventfd_write(self.fd, 1)
-
-    def clear(self) -> None:
-        try:
-            os.eventfd_read(self.fd)
-        except BlockingIOError:
-            pass  # the poll woke up for the socket only
-
-
 class SchedulerLink:
     """Binds at construction (AddressError if it can't), serves from `start()` to `close()`.
 
     `answer` says what becomes of errands and is called on the link's thread: it must not block.
+    `on_beat` is called there too, at each heartbeat, with since when a step runs (ns of wall clock; 0: none does).
     `stop_fd`, where given, ends the link when it becomes readable: `next()` then returns None once the work before it
     has been taken.
     """
@@ -150,27 +97,36 @@ class SchedulerLink:
         answer: Callable[[Errand], Answer | None] = unable,
         lease_s: float = 10.0,
         stop_fd: int | None = None,
+        on_beat: Callable[[int], None] = lambda busy_since_ns: None,
+        security: LinkSecurity = OPEN,
+        clock: Callable[[], float] = time.monotonic,
         wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
     ) -> None:
         self.instance = new_instance()
         self.stats = SchedulerStats()
-        self.channel: ServerChannel[SchedulerToRunner] = ServerChannel(context, address, SchedulerToRunner)
+        self.channel: ServerChannel[SchedulerToRunner] = ServerChannel(
+            context, address, SchedulerToRunner, clock=clock, security=security
+        )
         self.address = self.channel.bound_address
         self.generation = 0  # of the present holder; a change makes queued work stale
         self.busy_since_ns = 0  # wall clock; written by the computing thread before and after a step
         self._limits = limits
         self._hash_key = hash_key
         self._answer = answer
-        self._due: list[_Due] = []
+        self._due: list[Due] = []
         self._numbers = itertools.count()
         self._lease_s = lease_s
         self._stop_fd = stop_fd
+        self._on_beat = on_beat
+        self._clock = clock
         self._wall_ms = wall_ms
+        self._next_beat = clock() + HEARTBEAT_INTERVAL_S
         self._granted = 0
-        self._holder: _Holder | None = None
+        self._holder: Holder | None = None
+        self._heir: Holder | None = None  # takes over once the steps that the holder has sent are done
         self._work: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
-        self._out: deque[_Reply | _Welcoming] = deque()
-        self._wake = _Wake()
+        self._out: deque[Reply | Welcoming] = deque()
+        self._wake = Wake()
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="scheduler-link", daemon=True)
 
@@ -199,11 +155,11 @@ class SchedulerLink:
 
     def grant(self, grant: Grant, inventory: tuple[bytes, bytes]) -> None:
         """No older step runs any more: welcome the scheduler that waits, with what the pages hold."""
-        self._post(_Welcoming(grant.generation, inventory))
+        self._post(Welcoming(grant.generation, inventory))
 
     def reply(self, work: Work, result: StepResult) -> None:
         """Send a step's result to whoever sent the step, if it still holds the runner."""
-        self._post(_Reply(work.generation, result))
+        self._post(Reply(work.generation, result))
 
     def close(self) -> None:
         """Send what was posted, say goodbye, release the address. Idempotent."""
@@ -216,7 +172,7 @@ class SchedulerLink:
                 self.channel.close()
             os.close(self._wake.fd)
 
-    def _post(self, item: _Reply | _Welcoming) -> None:
+    def _post(self, item: Reply | Welcoming) -> None:
         self._out.append(item)
         self._wake.set()
 
@@ -228,22 +184,18 @@ class SchedulerLink:
         poller.register(self._wake.fd, zmq.POLLIN)
         if self._stop_fd is not None:
             poller.register(self._stop_fd, zmq.POLLIN)
-        next_beat = time.monotonic() + HEARTBEAT_INTERVAL_S
         try:
             while not self._closing:
-                wake_at = min(next_beat, self._due[0].at) if self._due else next_beat
-                ready = dict(poller.poll(max(0, int((wake_at - time.monotonic()) * 1000) + 1)))
+                wake_at = min(self._next_beat, self._due[0].at) if self._due else self._next_beat
+                ready = dict(poller.poll(max(0, int((wake_at - self._clock()) * 1000) + 1)))
                 self._wake.clear()
-                self._flush()
-                self._receive()
-                self._answer_due()
+                self.flush()
+                self.receive()
+                self.keep_time()
                 if self._stop_fd in ready:
                     poller.unregister(self._stop_fd)
                     self._work.put(None)
-                if time.monotonic() >= next_beat:
-                    next_beat = time.monotonic() + HEARTBEAT_INTERVAL_S
-                    self._beat()
-            self._flush()
+            self.flush()
             self._dismiss(Goodbye(SHUTDOWN, "the runner stops"))
         except Exception:
             log.exception("the scheduler link broke; the runner ends")
@@ -251,7 +203,16 @@ class SchedulerLink:
         finally:
             self.channel.close()
 
-    def _receive(self) -> None:
+    def keep_time(self) -> None:
+        """Send the answers that are due, and a heartbeat if it is time for one."""
+        self._answer_due()
+        if self._clock() >= self._next_beat:
+            self._next_beat = self._clock() + HEARTBEAT_INTERVAL_S
+            self._on_beat(self.busy_since_ns)
+            self._beat()
+
+    def receive(self) -> None:
+        """Take in what has arrived: work is queued, a Hello judged."""
         for identity, message in self.channel.receive():
             if isinstance(message, Step):
                 self._take_step(identity, message)
@@ -265,10 +226,10 @@ class SchedulerLink:
 
     def _take_step(self, identity: bytes, step: Step) -> None:
         holder = self._holder
-        if holder is None or holder.identity != identity or step.epoch != holder.epoch:
+        if holder is None or holder.identity != identity or step.epoch != holder.epoch or self._heir is not None:
             self.stats.stale_steps += 1
             return
-        self._work.put(Work(step, time.monotonic_ns(), self.generation))
+        self._work.put(Work(step, int(self._clock() * 1e9), self.generation))
 
     def _take_errand(self, identity: bytes, errand: Errand) -> None:
         holder = self._holder
@@ -278,12 +239,12 @@ class SchedulerLink:
             self._work.put(Transfer(errand, None, self.generation))
         answer = self._answer(errand)
         if answer is not None:
-            due = _Due(time.monotonic() + answer.after_s, next(self._numbers), errand, answer.status)
+            due = Due(self._clock() + answer.after_s, next(self._numbers), errand, answer.status)
             heapq.heappush(self._due, due)
 
     def _answer_due(self) -> None:
         """Answer what is due. A step that counts on a transfer's end was sent after it, so it is queued behind it."""
-        while self._due and self._due[0].at <= time.monotonic():
+        while self._due and self._due[0].at <= self._clock():
             due = heapq.heappop(self._due)
             if isinstance(due.errand, FetchKv) and isinstance(due.status, KvStatus):
                 self._work.put(Transfer(due.errand, due.status, self.generation))
@@ -296,28 +257,55 @@ class SchedulerLink:
             self.channel.refuse(identity, Refused(wire.BAD_FRAME, f"a runner serves schedulers, not {hello.role!r}"))
             return
         holder = self._holder
-        if holder is not None:
-            # The same process shaking hands again (it lost patience or the connection) is no rival.
-            same = hello.instance == holder.hello.instance
-            if not same and not hello.takeover and self._is_alive(holder):
-                self.stats.refused += 1
-                who = f"scheduler {holder.hello.instance} {holder.hello.name}".rstrip()
-                message = f"{who} holds this runner under epoch {holder.epoch}; ask for a takeover to replace it"
-                self.channel.refuse(identity, Refused(wire.OCCUPIED, message))
-                return
-            if holder.identity == identity and holder.epoch == 0:
-                holder.hello = hello  # said hello again before we could answer: one Welcome serves both
-                return
+        if holder is None:
+            self._hand_to(Holder(identity, hello))
+            return
+        # The same process shaking hands again (it lost patience or the connection) is no rival.
+        same = hello.instance == holder.hello.instance
+        alive = self._is_alive(holder)
+        if not same and not hello.takeover and alive:
+            self.stats.refused += 1
+            held = f"{named(holder.hello)} holds this runner under epoch {holder.epoch}"
+            self.channel.refuse(identity, Refused(wire.OCCUPIED, f"{held}; ask for a takeover to replace it"))
+        elif holder.identity == identity and holder.epoch == 0:
+            holder.hello = hello  # said hello again before we could answer: one Welcome serves both
+        elif same and self._heir is not None:
+            self._dismiss(None)
+            self.channel.refuse(identity, Refused(wire.OCCUPIED, "another scheduler takes over"))
+        elif not same and holder.epoch and alive:
+            self._name_heir(Holder(identity, hello))
+        else:
             if not same:
-                self.stats.fenced += 1
-                log.warning("scheduler %s is replaced by %s", holder.hello.instance, hello.instance)
-            reason = Goodbye(FENCED, f"scheduler {hello.instance} took over")
-            self._dismiss(None if holder.identity == identity else reason)
+                self._note_replaced(holder, hello)
+            self._dismiss(None if holder.identity == identity else Goodbye(FENCED, f"{named(hello)} took over"))
+            if self._holder is None:
+                self._hand_to(Holder(identity, hello))
+            else:
+                self.channel.refuse(identity, Refused(wire.OCCUPIED, f"{named(self._holder.hello)} takes over"))
+
+    def _hand_to(self, holder: Holder) -> None:
+        """This scheduler holds the runner, and is welcomed once what still runs for others has ended."""
         self._new_generation()
-        self._holder = _Holder(identity, hello)
+        self._holder = holder
         self._work.put(Grant(self.generation))
 
-    def _is_alive(self, holder: _Holder) -> bool:
+    def _name_heir(self, heir: Holder) -> None:
+        """A takeover from a scheduler that lives: it gets the results of what it has sent, and nothing more."""
+        former, self._heir = self._heir, heir
+        if former is None:
+            self._work.put(Grant(self.generation))
+        elif former.identity == heir.identity:
+            return
+        else:
+            self.channel.refuse(former.identity, Refused(wire.OCCUPIED, f"{named(heir.hello)} took over"))
+        assert self._holder is not None
+        self._note_replaced(self._holder, heir.hello)
+
+    def _note_replaced(self, holder: Holder, by: Hello) -> None:
+        self.stats.fenced += 1
+        log.warning("%s is replaced by %s", named(holder.hello), named(by))
+
+    def _is_alive(self, holder: Holder) -> bool:
         """Whether the holder is still connected and spoke within its lease. A send is what tells."""
         if holder.epoch == 0:
             return True  # about to be welcomed
@@ -339,23 +327,36 @@ class SchedulerLink:
             self.channel.refuse(holder.identity, Refused(wire.OCCUPIED, goodbye.message))
         else:
             self.channel.drop(holder.identity, goodbye)
+        if self._heir is not None:
+            heir, self._heir = self._heir, None
+            self._hand_to(heir)
 
     def _new_generation(self) -> None:
         self.generation += 1
         self._due.clear()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Send what the computing thread has posted, if its scheduler still holds the runner."""
         while self._out:
             item = self._out.popleft()
             holder = self._holder
             if holder is None or item.generation != self.generation:
-                self.stats.unsent_results += isinstance(item, _Reply)
-            elif isinstance(item, _Welcoming):
-                self._welcome(holder, item.inventory)
+                self.stats.unsent_results += isinstance(item, Reply)
+            elif isinstance(item, Welcoming):
+                self._welcome(self._succeed(holder), item.inventory)
             else:
                 self._send_result(holder, item.result)
 
-    def _welcome(self, holder: _Holder, inventory: tuple[bytes, bytes]) -> None:
+    def _succeed(self, holder: Holder) -> Holder:
+        """Who is to be welcomed: the heir, if one waits, now that the holder has all its results."""
+        heir, self._heir = self._heir, None
+        if heir is None:
+            return holder
+        self._dismiss(Goodbye(FENCED, f"{named(heir.hello)} took over"))
+        self._holder = heir
+        return heir
+
+    def _welcome(self, holder: Holder, inventory: tuple[bytes, bytes]) -> None:
         self._granted = max(self._granted + 1, holder.hello.epoch + 1, self._wall_ms())
         welcome = Welcome(
             "runner",
@@ -380,25 +381,25 @@ class SchedulerLink:
         pages = len(inventory[0]) // 4
         log.info("scheduler %s holds epoch %d (%d cached blocks)", holder.hello.instance, holder.epoch, pages)
 
-    def _send_result(self, holder: _Holder, result: StepResult) -> None:
+    def _send_result(self, holder: Holder, result: StepResult) -> None:
         try:
             self.channel.send(holder.identity, result)
         except ChannelError as error:
             # A scheduler that misses a result is out of step for good: end the session, it will shake hands again.
             self.stats.unsent_results += 1
             log.error("result of step %d can't be sent (%s): session ended", result.step_id, error)
-            self._dismiss(Goodbye(FENCED, f"the result of step {result.step_id} could not be sent"))
+            self._dismiss(Goodbye(RESTART, f"the result of step {result.step_id} could not be sent"))
         except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
             log.error("result of step %d can't be encoded: %s", result.step_id, error)
             failure = StepFailure("unsendable_result", str(error))
             self._send_result(holder, StepResult(result.epoch, result.step_id, failure=failure))
 
-    def _send_status(self, holder: _Holder, status: ErrandStatus) -> None:
+    def _send_status(self, holder: Holder, status: ErrandStatus) -> None:
         try:
             self.channel.send(holder.identity, status)
         except ChannelError as error:
             log.error("%s for request %d can't be sent (%s): session ended", type(status).__name__, status.id, error)
-            self._dismiss(Goodbye(FENCED, f"an answer for request {status.id} could not be sent"))
+            self._dismiss(Goodbye(RESTART, f"an answer for request {status.id} could not be sent"))
 
     def _heartbeat(self) -> Heartbeat:
         return Heartbeat(time.time_ns(), self.busy_since_ns)

@@ -36,6 +36,9 @@ class _LinkCollector(Collector):
         numbers = (
             ("bad_frames", "Frames on the scheduler link that were not messages of this protocol.", channel.bad_frames),
             ("lost_frames", "Frames that the scheduler sent and that never arrived.", channel.lost_frames),
+            ("stale_frames", "Frames of a session that is over or never was; replays, too.", channel.stale_frames),
+            ("refused_hellos", "Refusals: other builds or roles, peers without a session.", channel.refused_hellos),
+            ("failed_handshakes", "Connections that spoke no ZeroMQ or had no key of ours.", channel.failed_handshakes),
             ("stale_steps", "Steps dropped because their sender no longer commands this runner.", stats.stale_steps),
             ("unsent_results", "Step results whose scheduler was gone when they were ready.", stats.unsent_results),
             ("scheduler_grants", "Schedulers that were given command of this runner.", stats.grants),

@@ -15,7 +15,7 @@ import torch
 from protocol.columns import pack_i32, pack_u64
 from protocol.messages import FetchKv, KvStatus, Limits, NewRequest, SamplingParams, Step, StepResult
 from runner.attention.base import AttentionBackend
-from runner.batch import Rows
+from runner.batch import Rows, StepError
 from runner.config import RunnerConfig
 from runner.errands import Answer, Errand, unable
 from runner.errors import StartError
@@ -28,11 +28,13 @@ from runner.metadata import build, check
 from runner.model.parameters import fused_shapes, layout
 from runner.pool import ModelNeeds, PoolSize, available_memory, pool_size
 from runner.sampler import Sampler
-from runner.steps import Sampled, StepMachine, StepSize, swap_pairs
+from runner.steps import DEVICE_ERROR, OUT_OF_MEMORY, Sampled, StepMachine, StepSize, swap_pairs
 
 log = logging.getLogger("triptych.runner")
 
 MAX_LOGPROBS = 20
+NO_MEMORY = "can't allocate memory"
+"""What torch's CPU allocator says in a plain RuntimeError."""
 _WARM_UP_TOKENS = 32
 
 
@@ -82,6 +84,19 @@ class ModelExecutor:
         self._machine.transfer(order, status)
 
     def _compute(self, step: Step, rows: Rows) -> Sampled:
+        """The step's tokens. StepError if memory or the device fails: the next step may well run."""
+        try:
+            return self._forward(step, rows)
+        except torch.OutOfMemoryError as error:
+            raise StepError(OUT_OF_MEMORY, str(error)) from error
+        except torch.AcceleratorError as error:
+            raise StepError(DEVICE_ERROR, str(error)) from error
+        except RuntimeError as error:
+            if NO_MEMORY in str(error):
+                raise StepError(OUT_OF_MEMORY, str(error)) from error
+            raise
+
+    def _forward(self, step: Step, rows: Rows) -> Sampled:
         if step.swap_out or step.swap_in:
             self._swap(step)
         if len(rows) == 0:

@@ -10,16 +10,21 @@ same alone, in any batch, chunked, preempted and resumed:
 
 A step costs what the `sim_` settings say as a linear model, or what a cost model says that was given. Steps that wait
 in the queue start back to back: a step starts at the later of its receipt and the previous step's planned end, so late
-wake-ups never add up. Swapped blocks add their bytes over `sim_copy_gb_s`. Grammars compile in `sim_grammar_ms` (a text that begins with "invalid" doesn't), KV arrives after
-`sim_kv_fetch_ms`: all of it, none from a source named "fail…", N tokens from "partial:N", never from "never".
+wake-ups never add up. Swapped blocks add their bytes over `sim_copy_gb_s`. Grammars compile in `sim_grammar_ms` (a text
+that begins with "invalid" doesn't), KV arrives after `sim_kv_fetch_ms`: all of it, none from a source named "fail…", N
+tokens from "partial:N", never from "never".
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -35,12 +40,12 @@ from protocol.messages import (
     StepResult,
     TokenLogprobs,
 )
-from runner.batch import Int32s, Rows
+from runner.batch import Int32s, Rows, StepError, spread
 from runner.config import RunnerConfig
 from runner.errands import Answer, Errand, refusal
 from runner.pages import PageChecker
 from runner.step_costs import LinearCost, StepCost
-from runner.steps import Sampled, StepMachine, StepSize
+from runner.steps import DEVICE_ERROR, Sampled, StepMachine, StepSize
 from runner.uniform import GOLDEN, mix
 
 U64s = npt.NDArray[np.uint64]
@@ -74,6 +79,24 @@ def sim_cost(config: RunnerConfig) -> LinearCost:
         row_ns=config.sim_row_us * 1e3,
         overlap=config.sim_overlap,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Time for steps: the first is received at `begin_ns`, each begins before `last_begin_ns`, none ends after
+    `last_end_ns`."""
+
+    begin_ns: int
+    last_begin_ns: int
+    last_end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """What k steps of R decode rows sample, `tokens` [k, R], and when each of them ends."""
+
+    tokens: Int32s
+    ends_ns: list[int]
 
 
 class SimulatedExecutor:
@@ -160,6 +183,42 @@ class SimulatedExecutor:
         self._sleep_until_ns(self._planned_end_ns)
         return msgspec.structs.replace(result, copy_ns=copy_ns) if copy_ns else result
 
+    def foresee(self, ids: bytes, context: int, most: int, within: Span) -> Foreseen | None:
+        """What up to `most` steps from now on would sample and when they would end, if each of these rows only decodes,
+        attending `context` tokens together in the first one. Changes nothing.
+
+        The last step is the first in which a row samples an end token, or the last that still begins and ends `within`
+        the span. None if there is no such step, or what it does can't be told so easily.
+        """
+        batch, rows = self._machine.batch, len(ids) // 8
+        if not self._machine.sound or self._config.sim_poison_token >= 0:
+            return None
+        slots = batch.lookup(ids)
+        if batch.params.logprobs[slots].max() >= 0:
+            return None
+        now_ns = max(within.begin_ns, self._planned_end_ns)
+        ends_ns: list[int] = []
+        while len(ends_ns) < most and now_ns < within.last_begin_ns:
+            cost_ns = self._cost.step_ns(rows, context, rows)
+            if cost_ns <= 0 or now_ns + cost_ns > within.last_end_ns:
+                break
+            now_ns += cost_ns
+            context += rows
+            ends_ns.append(now_ns)
+        if not ends_ns:
+            return None
+        positions = batch.num_tokens[slots] + np.arange(len(ends_ns), dtype=np.int32)[:, None]
+        tokens = self._draw(slots, positions)
+        ending = (tokens == self._config.sim_eos_token_id).any(axis=1)
+        count = int(ending.argmax()) + 1 if ending.any() else len(ends_ns)
+        return Foreseen(tokens[:count], ends_ns[:count])
+
+    def coast(self, step: Step, seen: Foreseen) -> None:
+        """Be where the steps that were foreseen lead; `step` says what they change together."""
+        self._machine.coast(step, seen.tokens)
+        self._planned_end_ns = seen.ends_ns[-1]
+        self._sleep_until_ns(self._planned_end_ns)
+
     def _copy_ns(self, step: Step) -> int:
         """Bytes over GB/s are nanoseconds."""
         rate = self._config.sim_copy_gb_s
@@ -167,6 +226,8 @@ class SimulatedExecutor:
         return int(num_blocks * self.limits.kv_bytes_per_block / rate) if rate else 0
 
     def _compute(self, step: Step, rows: Rows) -> Sampled:
+        if self._config.sim_poison_token >= 0:
+            self._check_poison(rows)
         for new in step.new:
             slot = self._machine.batch.slot(new.id)
             if slot is not None:
@@ -175,8 +236,20 @@ class SimulatedExecutor:
         size = self._machine.size
         self._cost_ns = self._cost.step_ns(size.tokens, size.context, size.rows)
         slots = rows.slots[rows.samples]
-        tokens = self._draw(slots)
+        tokens = self._draw(slots, self._machine.batch.num_tokens[slots])
         return Sampled(tokens, self._logprobs(slots, tokens))
+
+    def _check_poison(self, rows: Rows) -> None:
+        """Go wrong as configured if one of these rows computes the poisonous token."""
+        row, index = spread(rows.counts)
+        tokens = self._machine.batch.tokens[rows.slots[row], rows.starts[row] + index]
+        if not (tokens == self._config.sim_poison_token).any():
+            return
+        if self._config.sim_poison_fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self._config.sim_poison_fault == "hang":
+            threading.Event().wait()
+        raise StepError(DEVICE_ERROR, f"the step computes token {self._config.sim_poison_token}")
 
     def _key(self, prompt: bytes, seed: int, choice: int) -> np.uint64:
         digest = int.from_bytes(hashlib.blake2b(prompt, digest_size=8).digest(), "little")
@@ -184,9 +257,9 @@ class SimulatedExecutor:
         key = mix(key ^ np.uint64(seed & 0xFFFFFFFFFFFFFFFF))
         return np.uint64(mix(key ^ np.uint64(choice & 0xFFFFFFFFFFFFFFFF))[0])
 
-    def _draw(self, slots: npt.NDArray[np.int64]) -> Int32s:
+    def _draw(self, slots: npt.NDArray[np.int64], positions: Int32s) -> Int32s:
+        """The tokens at `positions` ([R], or [k, R] for several of each row) of these requests."""
         batch, config = self._machine.batch, self._config
-        positions = batch.num_tokens[slots]
         draws = mix(self._keys[slots] + positions.astype(np.uint64) * GOLDEN)
         first, eos = config.sim_first_token_id, config.sim_eos_token_id
         span = config.sim_vocab_size - first

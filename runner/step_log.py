@@ -1,4 +1,4 @@
-"""The last steps that ran, as columns of numbers: what a cost model is fitted to. Kept in memory, asked for by `/steps`.
+"""The last steps that ran, as columns of numbers: what a cost model is fitted to. In memory, asked for by `/steps`.
 
 One row costs about a microsecond to keep. Times are ns of the monotonic clock, which all processes of a machine share.
 """

@@ -38,6 +38,8 @@ log = logging.getLogger("triptych.runner")
 
 VOIDED_PAGE = "voided_page"
 INTERNAL_ERROR = "internal_error"
+OUT_OF_MEMORY = "out_of_memory"
+DEVICE_ERROR = "device_error"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +116,37 @@ class StepMachine:
             return self._commit(step, rows, sampled, errors)
         except StepError as error:
             failure = StepFailure(error.code, str(error))
+        except MemoryError as error:
+            failure = StepFailure(OUT_OF_MEMORY, str(error) or "no memory for the step")
         except Exception as error:
             log.exception("step %d failed", step.step_id)
             failure = StepFailure(INTERNAL_ERROR, f"{type(error).__name__}: {error}")
         self._void(step)
         return StepResult(step.epoch, step.step_id, failure=failure)
 
+    @property
+    def sound(self) -> bool:
+        """Whether the next step is to be expected to run: nothing is void, no resident is dead, nobody checks."""
+        return not (self._void_requests or self._fault or self._checker or np.count_nonzero(self.batch.dead))
+
+    def coast(self, step: Step, tokens: Int32s) -> None:
+        """Many steps at once that only decode, where all is `sound`: each row of `step`, which says what they change
+        together, computed one token and sampled one of `tokens` [k, R] in each of them."""
+        batch = self.batch
+        for request in u64(step.left).tolist():
+            self._forget(request)
+        slots = batch.lookup(step.ids)
+        if step.grow_rows:
+            self._grow(slots[i32(step.grow_rows)], i32(step.grow_counts), i32(step.grow_blocks))
+        batch.coast(slots, tokens)
+        self._record_filled(step)
+        self.size = StepSize(len(slots), int(batch.num_computed[slots].sum(dtype=np.int64)), len(slots))
+
     def _take_in(self, step: Step, errors: list[RowError]) -> Rows:
         if self._fault is not None:
             fault, self._fault = self._fault, None
             raise fault
-        for request in u64(step.left).tolist():
+        for request in u64(step.left).tolist() if step.left else ():
             self._forget(request)
         self._check_filled(step)
         self._take_swaps(step)
@@ -165,12 +187,16 @@ class StepMachine:
                 raise StepError(VOIDED_PAGE, f"request {new.id} counts on pages {lost.tolist()[:8]}, whose step failed")
 
     def _check_filled(self, step: Step) -> None:
+        if not (step.filled_blocks or step.filled_hashes):
+            return
         pages = i32(step.filled_blocks)
         if len(step.filled_hashes) != len(pages) * HASH_BYTES:
             raise StepError(BAD_STEP, f"{len(pages)} filled blocks with {len(step.filled_hashes)} bytes of hashes")
         self.batch.check_pages(pages, "filled blocks")
 
     def _take_swaps(self, step: Step) -> None:
+        if not (step.swap_out or step.swap_in or self._checker):
+            return
         out, back = swap_pairs(step.swap_out), swap_pairs(step.swap_in)
         for pairs in (out, back):
             self.batch.check_pages(pairs[:, 0], "swap")
@@ -245,7 +271,7 @@ class StepMachine:
             hashes = np.frombuffer(step.filled_hashes, np.uint8).reshape(-1, HASH_BYTES)
             written = np.isin(pages, self.inventory.voided(pages), invert=True)
             self.inventory.filled(pages[written], hashes[written])
-        for slot in np.flatnonzero(self.batch.dead).tolist():
+        for slot in np.flatnonzero(self.batch.dead).tolist() if np.count_nonzero(self.batch.dead) else ():
             # What a request without finite logits computed is nothing to offer to the next scheduler.
             self.inventory.take_back(self.batch.pages(slot))
 

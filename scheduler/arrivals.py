@@ -20,7 +20,7 @@ S = RequestStatus
 
 
 def add(core: CoreScheduler, peer: int, submit: Submit) -> None:
-    """Accept a request or answer it with a rejection."""
+    """Accept a request or answer it with a rejection. If anything is raised, nothing of it stays."""
     rejection = check_submit(submit, core.limits, submit.id in core.requests) or _refuse_for_good(core, submit)
     if rejection is None and not submit.resumed:
         rejection = _refuse_for_now(core, submit)
@@ -31,12 +31,18 @@ def add(core: CoreScheduler, peer: int, submit: Submit) -> None:
     request = _new_request(core, peer, submit)
     core.requests[request.id] = request
     core.tenants.enter(request.tenant)
+    try:
+        if submit.params.grammar:
+            core.external.wait_for_grammar(request)
+        else:
+            core.waiting.push(request, core.now())
+    except Exception:
+        core.waiting.discard(request)
+        core.tenants.leave(request.tenant)
+        del core.requests[request.id]
+        raise
     core.stats.started += 1
     core.outbox.of(peer).accepted.append(request.id)
-    if submit.params.grammar:
-        core.external.wait_for_grammar(request)
-    else:
-        core.waiting.push(request, core.now())
     if submit.emitted:
         results.end_if_complete(core, request)
     elif request.expires_ns:
@@ -54,18 +60,20 @@ def _refuse_for_now(core: CoreScheduler, submit: Submit) -> Rejected | None:
     """The 503 for a request that comes at a bad time, unless it is urgent enough to displace another waiter."""
     if core.draining:
         return Rejected(submit.id, "draining", "this scheduler is draining", 503, 5)
-    limit, waiting = core.config.max_num_queued_reqs, len(core.waiting) + len(core.waiting.parked)
-    if not limit or waiting < limit:
+    limit = core.config.max_num_queued_reqs
+    if not limit or len(core.waiting) + len(core.waiting.parked) < limit:
+        return None
+    fresh = [request for request in core.waiting if not request.first_admitted_ns]
+    if len(fresh) < limit:
         return None
     if core.strategies.queue.name == "priority":
-        fresh = (request for request in core.strategies.queue if not request.first_admitted_ns)
         least = max(fresh, key=lambda request: (request.priority, request.arrival), default=None)
         if least is not None and submit.priority < least.priority:
             least.end_code = "displaced"
             least.end_message = f"the queue is full ({limit} requests) and a more urgent request has come"
             core.finish(least, S.ERROR)
             return None
-    text = f"{waiting} requests are waiting, the limit is {limit}; retry later"
+    text = f"{len(fresh)} requests are waiting, the limit is {limit}; retry later"
     return Rejected(submit.id, "queue_full", text, 503, 1)
 
 
@@ -103,10 +111,10 @@ def fit_again(core: CoreScheduler) -> None:
     """The runner is another one: requests that its context or its pool can't hold end here."""
     for request in list(core.requests.values()):
         limit_length(core, request)
-        if request.num_tokens < request.max_total:
-            continue
         if request.num_outputs:
-            core.finish(request, S.LENGTH)
+            results.end_if_complete(core, request)
+            continue
+        if request.num_tokens < request.max_total:
             continue
         request.end_code = "kv_capacity_exceeded"
         request.end_message = f"the prompt has {request.num_tokens} tokens; this runner holds {request.max_total - 1}"

@@ -24,6 +24,12 @@ class SchedulerConfig:
     runtime_dir: str = setting("/tmp/triptych", help="private directory for sockets")
     scheduler_address: str = setting("", help="where APIs connect (empty: ipc socket in the runtime directory)")
     runner_address: str = setting("", help="where the runner listens (empty: ipc socket in the runtime directory)")
+    curve_key_file: str = setting(
+        "", help="key pair that `triptych keygen` wrote; over TCP only processes with the same pair are let in"
+    )
+    allow_insecure_bind: bool = setting(
+        False, help="listen on a TCP address that others can reach although there is no key"
+    )
     log_level: str = setting("info", help="log level", choices=("debug", "info", "warning", "error"))
     log_interval_s: float = setting(
         10.0, help="time between two status lines while requests are live", unit="s", minimum=0.1
@@ -99,7 +105,7 @@ class SchedulerConfig:
         64, help="how often others may pass a head that lacks blocks (0: never)", unit="requests", minimum=0
     )
     max_preemptions: int = setting(
-        3, help="preemptions after which a request is spared while others can go (0: no bound)", minimum=0
+        3, help="preemptions after which a request enters only where it can stay to its end (0: no bound)", minimum=0
     )
     priority_preemption_threshold: int = setting(
         10, help="priority queue: an arrival more urgent by more than this may take a place (-1: never)", minimum=-1
@@ -116,13 +122,20 @@ class SchedulerConfig:
     enable_prefix_caching: bool = setting(True, help="reuse blocks whose content is known")
     pipeline_depth: int = setting(2, help="steps in flight before a result is awaited", unit="steps", minimum=1)
     max_num_queued_reqs: int = setting(
-        4096, help="waiting requests above which new ones get 503 (0: no limit)", unit="requests", minimum=0
+        4096, help="requests that wait for their first run, above which new ones get 503 (0: no limit)", minimum=0
     )
     max_step_failures: int = setting(
-        3, help="failed steps a request may be part of before it ends with an error", unit="steps", minimum=1
+        3, help="steps that a request alone makes fail before it ends with the error", unit="steps", minimum=1
     )
     lease_s: float = setting(10.0, help="silence after which an API process counts as gone", unit="s", minimum=0.5)
     runner_silence_s: float = setting(5.0, help="silence after which the runner counts as gone", unit="s", minimum=0.5)
+    step_deadline_s: float = setting(
+        120.0,
+        help="a step that takes longer, and longer than ten times the slowest so far, makes its runner count as stuck "
+        "(0: none does)",
+        unit="s",
+        minimum=0,
+    )
     scheduler_cls: str = setting(
         "scheduler.core:CoreScheduler", help="class that schedules, as module:Class (see scheduler.interface)"
     )

@@ -140,6 +140,7 @@ def record(core: CoreScheduler, request: Request) -> dict[str, Any]:
     return {
         "id": str(request.id),
         "label": request.label,
+        "tenant": request.tenant,
         "status": request.status.name,
         "priority": request.priority,
         "prompt_tokens": request.num_prompt,

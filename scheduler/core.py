@@ -33,16 +33,18 @@ from scheduler.blocks import BlockPool
 from scheduler.config import SchedulerConfig
 from scheduler.draining import DrainingPages
 from scheduler.external import External
+from scheduler.flight import Flight
 from scheduler.heads import Heads
 from scheduler.interface import Scheduler, Stats
 from scheduler.outbox import Outbox
-from scheduler.passes import Flight, Pass
+from scheduler.passes import Pass
 from scheduler.planning import Planner
 from scheduler.policies.admission import AdmissionTest, Running
 from scheduler.policies.batch import Counts
-from scheduler.presets import Strategies, choose
+from scheduler.presets import Strategies, choose, keep
 from scheduler.request import Request
 from scheduler.sealing import Sealing
+from scheduler.suspects import Suspects
 from scheduler.suspension import Suspension
 from scheduler.table import RowTable, SlotArray
 from scheduler.tenants import Tenants
@@ -82,6 +84,7 @@ class CoreScheduler(Scheduler):
         self.waiting = WaitingRoom(self.strategies.queue, self._max_age_ns())
         self.external = External(self)
         self.heads = Heads(self)
+        self.suspects = Suspects(self)
         self._install(limits, hash_key)
 
     def choose_strategies(self, config: SchedulerConfig, block_size: int) -> Strategies:
@@ -91,15 +94,16 @@ class CoreScheduler(Scheduler):
     def _max_age_ns(self) -> int:
         return int(self.config.max_queue_age_s * 1e9) if self.strategies.preset.guarded else 0
 
-    def _token_budget(self) -> int:
+    def size_steps(self) -> None:
+        """How many tokens a step may compute: by the settings, the runner, and failures of late."""
         most = self.limits.max_num_batched_tokens
-        return min(self.config.max_num_batched_tokens or most, most)
+        self.token_budget = min(self.config.max_num_batched_tokens or most, most, self.suspects.most_tokens)
 
     def _install(self, limits: Limits, hash_key: bytes) -> None:
         """Fresh pool, rows and cache for a runner that holds nothing."""
         self.limits = limits
         self.block_size = limits.block_size
-        self.token_budget = self._token_budget()
+        self.size_steps()
         self.pool = BlockPool(limits.num_blocks)
         self.draining_pages = DrainingPages(self.pool)
         self.table = RowTable(min(self._built_for, limits.max_num_seqs), limits.block_size)
@@ -181,7 +185,7 @@ class CoreScheduler(Scheduler):
         if request.num_cached < 0:
             request.num_cached = min(start, request.num_prompt)
             self.stats.prompt_tokens += request.num_prompt
-            self.stats.prefix_queried_tokens += request.num_prompt
+            self.stats.prefix_queried_tokens += request.num_prompt if self.config.enable_prefix_caching else 0
             self.stats.prefix_hit_tokens += request.num_cached
             if self.strategies.queue.wants_charges:
                 self.strategies.queue.charge({request.tenant: float(request.num_prompt)})
@@ -224,14 +228,8 @@ class CoreScheduler(Scheduler):
         self.sealing.take_back(request.blocks)
 
     def choose_victim(self) -> Request:
-        """The running request that gives its blocks up. Guarded presets spare those that have been victims too often,
-        and never take one that would free nothing while another would free something."""
-        candidates = self.table.requests()
-        if self.strategies.preset.guarded:
-            bound = self.config.max_preemptions or len(self.requests) + (1 << 30)
-            useful = [r for r in candidates if self.pool.count_recoverable(r.blocks)]
-            candidates = [r for r in useful if r.num_preemptions < bound] or useful or candidates
-        return self.strategies.victim.choose(candidates, self.pool)
+        """The running request that gives its blocks up."""
+        return self.suspension.choose_victim()
 
     def preempt(self, request: Request, needy: Request | None = None, *, may_swap: bool = True) -> None:
         """Suspend a running request, for the sake of `needy`: its tokens stay, its row and blocks go."""
@@ -274,13 +272,9 @@ class CoreScheduler(Scheduler):
         del self.requests[request.id]
         self.stats.finished[status.name] = self.stats.finished.get(status.name, 0) + 1
         self.stats.preemption_counts.append(request.num_preemptions)
-        if request.num_outputs and status not in (S.ERROR, S.IGNORED):
-            tenant, at_limit = self.tenant_number(request.tenant), status == S.LENGTH
-            self.strategies.admission.finished(tenant, request.num_outputs, at_limit=at_limit)
         now = self.now()
         request.let_go(now)
         request.timeline.add(now, status.name.lower(), outputs=request.num_outputs)
-        self.history.add(request.id, control.record(self, request))
         self.outbox.of(request.peer).finished.append(
             Finished(
                 id=request.id,
@@ -294,7 +288,11 @@ class CoreScheduler(Scheduler):
                 message=request.end_message,
             )
         )
-        if self.tenants.leave(request.tenant):
+        self.history.add(request.id, control.record(self, request))
+        tenant, was_last = self.tenant_number(request.tenant), self.tenants.leave(request.tenant)
+        if request.num_outputs and status not in (S.ERROR, S.IGNORED):
+            self.strategies.admission.finished(tenant, request.num_outputs, at_limit=status == S.LENGTH)
+        if was_last:
             self.strategies.queue.tenant_gone(request.tenant)
         if not self.requests:
             self.strategies.admission.idle()
@@ -317,7 +315,8 @@ class CoreScheduler(Scheduler):
             self._after_preemptions(this, before)
         if self.strategies.queue.flips != self._flips:
             self._flips = self.strategies.queue.flips
-            log.info("queue order changed with its length: %d wait", len(self.waiting))
+            order, waiting = self.strategies.queue.in_force, len(self.waiting)
+            log.info("queue order changed with its length: %s from now on, %d wait", order, waiting)
         step = this.build(self.step_id + 1)
         if step is None:
             return None
@@ -351,6 +350,7 @@ class CoreScheduler(Scheduler):
         results.apply(self, result)
 
     def reset_runner(self, limits: Limits, hash_key: bytes) -> None:
+        self.suspects.runner_died(self.flights)
         for request in reversed(self.table.requests()):
             self.preempt(request, may_swap=False)
             self.renew(request)
@@ -358,6 +358,7 @@ class CoreScheduler(Scheduler):
             self.suspension.forget(request)
             request.hashes.clear()
             request.blocks, request.kept = [], 0
+            self.waiting.isolate(request)
         self.external.runner_lost()
         self.heads.forget()
         self._install(limits, hash_key)
@@ -372,13 +373,13 @@ class CoreScheduler(Scheduler):
     def adopt(self, config: SchedulerConfig) -> None:
         """Go on under another configuration: strategies that it changes are made anew, the queue moves over, running
         rows stay. Raises ValueError, with nothing changed, for one that makes no sense."""
-        self.strategies = choose(config, self.block_size, self.strategies)
+        self.strategies = keep(self.strategies, self.choose_strategies(config, self.block_size))
         self.config = config
         if self.strategies.queue is not self.waiting.queue:
             self._flips_before += self.waiting.queue.flips
             self._flips = 0
         self.waiting.reorder(self.strategies.queue, self._max_age_ns())
-        self.token_budget = self._token_budget()
+        self.size_steps()
         self.table.limit = min(config.max_num_seqs, self.table.capacity)
 
     def on_grammar_status(self, status: GrammarStatus) -> None:

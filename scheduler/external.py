@@ -175,7 +175,8 @@ class External:
                 self._queue_again(request)
             elif request.status == S.WAITING_FOR_GRAMMAR:
                 self.order_grammar(request)
-        for request in [request for request in core.waiting.queue if request.params.grammar]:
+        queued = (*core.waiting.queue, *core.waiting.quarantined.values())
+        for request in [request for request in queued if request.params.grammar]:
             core.waiting.remove(request)
             self.wait_for_grammar(request)
 

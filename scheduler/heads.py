@@ -32,6 +32,11 @@ class Heads:
             request.outlook = core.strategies.admission.outlook
         core.stats.held_passes[test] = core.stats.held_passes.get(test, 0) + 1
 
+    @property
+    def any_held(self) -> bool:
+        """Whether the last pass held somebody back."""
+        return bool(self._held)
+
     def begin_pass(self) -> None:
         """From here on, who was held is held only if a test says so again."""
         self._before, self._held = self._held, []

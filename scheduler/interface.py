@@ -54,6 +54,9 @@ class Stats:
     prefix_hit_tokens: int = 0
     stale_tokens: int = 0
     failed_steps: int = 0
+    culprits: int = 0
+    """Requests that ended because they made steps fail."""
+    quarantined: int = 0
     evictions: int = 0
     held_passes: dict[str, int] = field(default_factory=dict)
     swapped: int = 0

@@ -17,7 +17,8 @@ def refresh(core: CoreScheduler) -> None:
     stats.parked = dict(Counter(request.status.name.lower() for request in core.waiting.parked.values()))
     stats.preempted_waiting = (
         stats.swapped + sum(1 for r in core.waiting.queue if r.num_preemptions) if stats.preemptions else 0
-    )
+    ) + len(core.waiting.quarantined)
+    stats.quarantined = sum(request.quarantined for request in core.requests.values()) if core.suspects.open else 0
     stats.waiting = len(core.waiting)
     stats.free_blocks, stats.usable_blocks = core.pool.num_free, core.pool.num_usable
     stats.draining_blocks = core.draining_pages.count()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from scheduler.entering import candidate, enter
 from scheduler.policies.admission import AdmissionTest, Candidate, Leaving
 from scheduler.policies.batch import Counts
 from scheduler.policies.retraction import Running
@@ -84,7 +85,8 @@ def make_way(this: Pass, head: Request, bound: AdmissionTest) -> bool:
     """An urgent head takes slots or blocks from running requests that are less urgent by more than the threshold.
 
     All or nothing, counting its whole prompt and what the victims share with it, with one another and with others.
-    Nobody else enters in this pass, and nobody has: a newcomer may rely on blocks that a victim was to fill.
+    Who has been a victim often enough stays. Nobody else enters in this pass, and nobody has: a newcomer may rely on
+    blocks that a victim was to fill.
     """
     core, threshold = this.core, this.core.config.priority_preemption_threshold
     if core.strategies.queue.name != "priority" or threshold < 0 or bound == AdmissionTest.TOKENS or this.new:
@@ -93,14 +95,18 @@ def make_way(this: Pass, head: Request, bound: AdmissionTest) -> bool:
     slots = table.order if this.decoding is None else this.decoding
     if not len(slots) or int(table.priority[slots].max()) - head.priority <= threshold:
         return False
+    if not core.suspension.may_stay(head):
+        return False
     this.begin_admission()
-    candidate = _as_newcomer(this, head)
-    running = [request for slot in slots.tolist() if (request := table.request[slot]) is not None]
+    offered = _as_newcomer(this, head)
+    present = [request for slot in slots.tolist() if (request := table.request[slot]) is not None]
+    running = [request for request in present if not core.suspension.is_spared(request)]
+    slots = np.array([request.slot for request in running], np.intp)
     relief = admission.relief(core.running_columns(slots))
     holders = [Holder(r.priority, r.arrival, frees) for r, frees in zip(running, relief, strict=True)]
-    need, count = admission.need(candidate), 1 if len(table) >= table.limit else 0
+    need, count = admission.need(offered), 1 if len(table) >= table.limit else 0
     victims = make_room(head.priority, need, count, holders, threshold=threshold)
-    while victims is not None and _lacking_without(this, head, candidate, [running[i] for i in victims]) > 0:
+    while victims is not None and _lacking_without(this, head, offered, [running[i] for i in victims]) > 0:
         victims = make_room(head.priority, need, len(victims) + 1, holders, threshold=threshold)
     if not victims:
         return False
@@ -108,7 +114,7 @@ def make_way(this: Pass, head: Request, bound: AdmissionTest) -> bool:
     for index in victims:
         this.preempt(running[index], head)
     admission.left(leaving)
-    return this.enter(head) is None
+    return enter(this, head) is None
 
 
 def _leaving(this: Pass, victims: list[Request]) -> Leaving:
@@ -124,10 +130,10 @@ def _as_newcomer(this: Pass, head: Request) -> Candidate:
     core, size = this.core, this.core.block_size
     hit = head.blocks or core.find_hit(head)
     final = (head.num_tokens - 1 if head.open else head.num_tokens) - len(hit) * size
-    return this.candidate(head, hit, max(0, -(-min(final, this.cap, core.token_budget) // size)))
+    return candidate(this, head, hit, max(0, -(-min(final, this.cap, core.token_budget) // size)))
 
 
-def _lacking_without(this: Pass, head: Request, candidate: Candidate, victims: list[Request]) -> int:
+def _lacking_without(this: Pass, head: Request, offered: Candidate, victims: list[Request]) -> int:
     """Blocks that admission would still ask for if these had left. Touches nothing."""
     core, pool = this.core, this.core.pool
     leaving = _leaving(this, victims)
@@ -135,11 +141,11 @@ def _lacking_without(this: Pass, head: Request, candidate: Candidate, victims: l
         hit = set(core.find_hit(head))
         shares = Counter(block for victim in victims for block in victim.blocks if block in hit)
         shared = sum(1 for block, count in shares.items() if pool.refs[block] == count)
-        candidate = replace(
-            candidate,
-            now=candidate.now + shared,
-            whole=candidate.whole + shared,
-            reused=candidate.reused + shared,
+        offered = replace(
+            offered,
+            now=offered.now + shared,
+            whole=offered.whole + shared,
+            reused=offered.reused + shared,
         )
     free, others = pool.num_free + leaving.freed, len(core.table) > len(victims)
-    return core.strategies.admission.lacking(candidate, free, pool.num_blocks, others, leaving)
+    return core.strategies.admission.lacking(offered, free, pool.num_blocks, others, leaving)

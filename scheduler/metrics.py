@@ -30,6 +30,7 @@ class Metrics:
         self.kv_blocks = gauge("kv_cache_blocks", "KV blocks, by state (free includes cached blocks)", "state")
         self.in_flight = gauge("steps_in_flight", "Steps sent to the runner whose result is awaited")
         self.runner_up = gauge("runner_up", "1 if a runner has welcomed this scheduler and answers, else 0")
+        self.runner_stuck = gauge("runner_stuck", "1 while a runner is there that doesn't answer, or whose step hangs")
         self.apis = gauge("api_processes", "API processes with a session")
         self.epoch = gauge("epoch", "Epoch in which this scheduler commands its runner (0: none yet)")
         self.steps = counter("steps", "Steps sent to the runner")
@@ -46,6 +47,8 @@ class Metrics:
         self.evictions = counter("prefix_cache_evictions", "Cached blocks overwritten to make room")
         self.stale_tokens = counter("stale_tokens", "Tokens dropped because their request had moved on")
         self.failed_steps = counter("failed_steps", "Steps that the runner reported as failed")
+        self.culprits = counter("culprits", "Requests that ended because they made steps fail or the runner die")
+        self.quarantined = gauge("requests_quarantined", "Requests that may have made a step fail, and run apart")
         self.admission_held = counter(
             "admission_held_passes",
             "Passes in which the head of the queue was held back, by the test that bound",
@@ -53,6 +56,15 @@ class Metrics:
         )
         self.bad_frames = counter("bad_frames", "Frames that could not be decoded, by link", "link")
         self.lost_frames = counter("lost_frames", "Frames missing from a peer's sequence, by link", "link")
+        self.stale_frames = counter(
+            "stale_frames", "Frames of a session that is over or never was, replayed ones among them, by link", "link"
+        )
+        self.refused_hellos = counter(
+            "refused_hellos", "Refusals: other builds, other roles, peers without a session, by link", "link"
+        )
+        self.failed_handshakes = counter(
+            "failed_handshakes", "Connections that spoke another protocol or had no key of ours, by link", "link"
+        )
         self.swapped_blocks = counter("swapped_out_blocks", "KV blocks copied to the host at preemptions")
         self.queue_flips = counter(
             "queue_order_flips", "Changes between the policy's own order and first come, because of the queue's length"
@@ -124,6 +136,7 @@ class Metrics:
         self.kv_blocks.labels("held").set(held - stats.draining_blocks)
         self.kv_blocks.labels("draining").set(stats.draining_blocks)
         self.in_flight.set(in_flight)
+        self.quarantined.set(stats.quarantined)
         for counter, total in (
             (self.steps, stats.steps),
             (self.started, stats.started),
@@ -137,6 +150,7 @@ class Metrics:
             (self.evictions, stats.evictions),
             (self.stale_tokens, stats.stale_tokens),
             (self.failed_steps, stats.failed_steps),
+            (self.culprits, stats.culprits),
             (self.swapped_blocks, stats.swapped_out_blocks),
             (self.queue_flips, stats.queue_flips),
         ):
@@ -151,6 +165,9 @@ class Metrics:
         for name, link in links.items():
             self._count(self.bad_frames, link.bad_frames, name)
             self._count(self.lost_frames, link.lost_frames, name)
+            self._count(self.stale_frames, link.stale_frames, name)
+            self._count(self.refused_hellos, link.refused_hellos, name)
+            self._count(self.failed_handshakes, link.failed_handshakes, name)
         counts, stats.preemption_counts = stats.preemption_counts, []
         for count in counts:
             self.preemptions_per_request.observe(count)

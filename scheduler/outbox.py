@@ -46,7 +46,8 @@ class Outbox:
         if not len(peers):
             return
         first = int(peers[0])
-        groups = [(first, slice(None))] if (peers == first).all() else [(int(p), peers == p) for p in np.unique(peers)]
+        alone = np.count_nonzero(peers == first) == len(peers)
+        groups = [(first, slice(None))] if alone else [(int(p), peers == p) for p in np.unique(peers)]
         for peer, chosen in groups:
             parcel = self.of(peer)
             parcel.ids.append(ids[chosen].tobytes())

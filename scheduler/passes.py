@@ -15,36 +15,23 @@ import numpy.typing as npt
 
 from protocol.columns import pack_i32, pack_u64
 from protocol.messages import NewRequest, Step
+from scheduler.entering import bring_back, enter
+from scheduler.flight import Flight
 from scheduler.making_way import make_way, reclaim, retract
 from scheduler.planning import carry_out
-from scheduler.policies.admission import AdmissionTest, Candidate
+from scheduler.policies.admission import AdmissionTest
 from scheduler.policies.batch import UNLIMITED, Counts, deal
 from scheduler.policies.prefill_budget import Chunk
+from scheduler.quarantine import take_turns
 from scheduler.request import Request
 from scheduler.table import SlotArray
 
 if TYPE_CHECKING:
     from scheduler.core import CoreScheduler
 
+NOBODY: SlotArray = np.empty(0, np.intp)
 LOOK_PAST = 8
 """Waiters behind a blocked head that are tried in one pass."""
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A step whose result is awaited: which rows it computes, and which of them sample, in step order."""
-
-    step_id: int
-    ids: npt.NDArray[np.uint64]
-    incarnations: npt.NDArray[np.int32]
-    sampled_slots: SlotArray
-    sampled_ids: npt.NDArray[np.uint64]
-    num_tokens: int
-    num_copied: int
-    num_attended: int
-    """Tokens that its rows have in the KV after it, together."""
-    swapped: list[tuple[int, int]]
-    """(id, incarnation) of the requests whose KV this step copies to the host."""
 
 
 @dataclass(slots=True)
@@ -54,6 +41,17 @@ class _Served:
     slots: SlotArray
     counts: Counts
     sampled: npt.NDArray[np.bool_] | None = None
+
+
+def _joined(served: list[_Served]) -> tuple[SlotArray, Counts, npt.NDArray[np.bool_]]:
+    """Slots, counts and who samples, of all that have been served; their counters have been moved."""
+    if not served:
+        return np.empty(0, np.intp), np.empty(0, np.int32), np.empty(0, np.bool_)
+    columns = [(entry.slots, entry.counts, entry.sampled) for entry in served if entry.sampled is not None]
+    if len(columns) == 1:
+        return columns[0]
+    slots, counts, sampled = zip(*columns, strict=True)
+    return np.concatenate(slots), np.concatenate(counts), np.concatenate(sampled)
 
 
 class Pass:
@@ -70,7 +68,8 @@ class Pass:
         self._grown: dict[int, list[int]] = {}
         self.new: list[Request] = []
         """Who has entered in this pass."""
-        self._swap_in: list[int] = []
+        self.swap_in: list[int] = []
+        """(device, host) pairs, flat: what the step copies in."""
         self._begun = False
         self.decoding: SlotArray | None = None
         """The rows that decode, where admission counts them apart from those whose prompt is under way."""
@@ -85,19 +84,28 @@ class Pass:
             self.core.strategies.admission.preempted(self.core.running_columns())
 
     def _decide(self) -> None:
-        """Serve, then admit. A pass that has preempted for want of blocks admits nobody."""
-        core, batch = self.core, self.core.strategies.batch
-        if (plan := core.planner.plan(self)) is not None:
+        core = self.core
+        if core.suspects.open:
+            take_turns(self)
+        elif (plan := core.planner.plan(self)) is not None:
             carry_out(plan, self)
-            return
+        else:
+            self.serve()
+
+    def serve(self, apart: SlotArray = NOBODY, *, admits: bool = True) -> None:
+        """Serve all rows but those `apart`, then admit. A pass that has preempted for want of blocks admits nobody."""
+        core, batch = self.core, self.core.strategies.batch
         table, sized = core.table, core.strategies.admission.sizes_prompts
         reserves = core.strategies.admission.reserves
-        if reserves:
+        if reserves and admits:
             self.admit_waiting()
         rows = batch.order(table)
+        if len(apart):
+            rows = rows[~np.isin(rows, apart)]
+        admits = admits and not reserves
         if not (batch.prefill_first or sized):
             self.run_rows(rows)
-            if not (self.preempted or reserves):
+            if admits and not self.preempted:
                 self.admit_waiting()
             return
         behind = batch.prefilling(table, rows)
@@ -109,7 +117,7 @@ class Pass:
             self._continue_prompts(prompts)
         else:
             self.run_rows(prompts)
-        if not (self.preempted or reserves):
+        if admits and not self.preempted:
             self.admit_waiting()
         if batch.prefill_first and not self.anything:
             self.run_rows(decoding[table.live[decoding]])
@@ -119,7 +127,7 @@ class Pass:
         return any(len(served.slots) for served in self._served)
 
     @property
-    def _others(self) -> bool:
+    def others(self) -> bool:
         """Whether a newcomer would share the batch: rows of a prefill-first step that decode come later, but come."""
         return self.anything or (self.core.strategies.batch.prefill_first and len(self.core.table) > 0)
 
@@ -219,7 +227,7 @@ class Pass:
         for served in self._served:
             if served.sampled is None:
                 scheduled = served.counts > 0
-                if not scheduled.all():
+                if np.count_nonzero(scheduled) < len(scheduled):
                     served.slots, served.counts = served.slots[scheduled], served.counts[scheduled]
                 served.sampled = self.core.advance(served.slots, served.counts)
 
@@ -239,7 +247,7 @@ class Pass:
             first = self._first(exact=bound is None)
             if first is None:
                 return
-            bound = bound or self.enter(first)
+            bound = bound or enter(self, first)
             if bound == AdmissionTest.BLOCKS and reclaim(self, first):
                 continue
             if bound is not None:
@@ -251,8 +259,8 @@ class Pass:
     def return_swapped(self, allowed: int = UNLIMITED) -> int:
         """Bring back those that were swapped out, `allowed` at most. How many may still enter: none if a test binds."""
         core = self.core
-        while allowed > 0 and (head := core.waiting.next_swapped()) is not None:
-            bound = self.limits_hold() or self._return(head)
+        while allowed > 0 and (head := core.waiting.next_swapped(core.now())) is not None:
+            bound = self.limits_hold() or bring_back(self, head)
             if bound is not None and not (bound == AdmissionTest.BLOCKS and reclaim(self, head)):
                 core.hold(head, bound)
                 return 0
@@ -295,92 +303,12 @@ class Pass:
         if head.num_bypassed >= core.config.max_bypasses:
             return False
         for request in list(islice(core.waiting.candidates(core.view, core.now()), 1, LOOK_PAST + 1)):
-            if core.may_enter(request) and self.enter(request) is None:
+            if core.may_enter(request) and enter(self, request) is None:
                 head.num_bypassed += 1
                 return True
         return False
 
-    def enter(self, request: Request) -> AdmissionTest | None:
-        """Test, look up, allocate and size the first chunk as one decision. The test that binds, or None."""
-        bound = self.limits_hold()
-        if bound is not None:
-            return bound
-        core, pool, size = self.core, self.core.pool, self.core.block_size
-        known = request.num_tokens
-        held = request.blocks
-        hit = held or core.find_hit(request)
-        start = request.kept // size * size if held else len(hit) * size
-        fetch = bool(request.kv_source) and not held
-        if fetch:
-            count, first = 0, max(0, (known - 1) // size - len(hit))
-        else:
-            count = min((known - 1 if request.open else known) - start, self.cap, self.budget)
-            first = max(0, -(-(start + count) // size) - len(hit)) if not core.strategies.admission.reserves else 0
-        candidate = self.candidate(request, hit, first)
-        bound = core.strategies.admission.test(candidate, pool.num_free, pool.num_blocks, self._others)
-        if bound is not None:
-            return bound
-        if count > 0 and (extent := core.strategies.admission.extent(count)) < count:
-            count = extent
-            first = max(0, -(-(start + count) // size) - len(hit))
-        if not held:
-            pool.hold(hit)
-        taken = pool.take(first)
-        if fetch:
-            core.external.fetch_kv(request, hit + taken, len(hit))
-            return None
-        if count == 0:  # an open request with nothing to compute before its next part
-            core.external.wait_for_input(request, hit + taken, start)
-            return None
-        core.strategies.admission.admitted(candidate)
-        self._begin(request, hit + taken, start, count)
-        return None
-
-    def candidate(self, request: Request, hit: list[int], first: int) -> Candidate:
-        """A waiter with these leading blocks, its own or cached ones, and `first` more to take now."""
-        pool, size = self.core.pool, self.core.block_size
-        reused = 0 if request.blocks else pool.count_free(hit)
-        return Candidate(
-            now=first + reused,
-            whole=max(0, -(-request.num_tokens // size) - len(hit)) + reused,
-            prompt_tokens=request.num_prompt,
-            known_tokens=request.num_tokens,
-            total_tokens=request.max_total,
-            matched_tokens=request.kept // size * size if request.blocks else len(hit) * size,
-            reused=reused,
-            tenant=self.core.tenant_number(request.tenant),
-        )
-
-    def _return(self, request: Request) -> AdmissionTest | None:
-        """Bring a swapped request back: new pages, and copies into them before this step reads."""
-        core, pool, size = self.core, self.core.pool, self.core.block_size
-        known, kept = request.num_tokens, request.kept
-        count = min(known - kept, self.cap, self.budget)
-        if count <= 0:
-            return AdmissionTest.TOKENS  # the token that its last step sampled is still in flight
-        now, whole = -(-(kept + count) // size), -(-known // size)
-        candidate = Candidate(
-            now=now,
-            whole=whole,
-            prompt_tokens=request.num_prompt,
-            known_tokens=known,
-            total_tokens=request.max_total,
-            matched_tokens=kept // size * size,
-            reused=kept // size,
-            tenant=core.tenant_number(request.tenant),
-        )
-        bound = core.strategies.admission.test(candidate, pool.num_free, pool.num_blocks, self._others)
-        if bound is not None:
-            return bound
-        count = core.strategies.admission.extent(count)
-        blocks = pool.take(-(-(kept + count) // size))
-        for device, host in zip(blocks, request.host_blocks, strict=False):
-            self._swap_in += (device, host)
-        core.strategies.admission.admitted(candidate)
-        self._begin(request, blocks, kept, count)
-        return None
-
-    def _begin(self, request: Request, blocks: list[int], start: int, count: int) -> None:
+    def begin(self, request: Request, blocks: list[int], start: int, count: int) -> None:
         """A request runs from here on: its first `count` tokens after `start` are in this step, or as many as it gets
         in its turn, now or later, if it has entered on a promise."""
         slot = self.core.admit(request, blocks, start)
@@ -399,23 +327,22 @@ class Pass:
         served = [entry for entry in self._served if len(entry.slots)]
         if not served and not core.suspension.copies and not (core.left and core.external.orders):
             return None
-        slots = np.concatenate([entry.slots for entry in served]) if served else np.empty(0, np.intp)
-        counts = np.concatenate([entry.counts for entry in served]) if served else np.empty(0, np.int32)
-        sampled = np.concatenate([entry.sampled for entry in served if entry.sampled is not None] or [slots > 0])
+        slots, counts, sampled = _joined(served)
         self.num_rows, self.num_tokens = len(slots), int(counts.sum())
         if not self.short:
             core.strategies.admission.stepped(decoded=self._decoded)
         assert self.num_tokens <= core.token_budget
         ids = table.id[slots]
-        copies = (len(core.suspension.copies) + len(self._swap_in)) // 2
+        copies = (len(core.suspension.copies) + len(self.swap_in)) // 2
         self.flight = Flight(
-            step_id, ids, table.incarnation[slots], slots[sampled], ids[sampled], self.num_tokens, copies,
-            int(table.computed[slots].sum()), core.suspension.copied,
+            step_id, ids, table.incarnation[slots], table.computed[slots], slots[sampled], ids[sampled],
+            self.num_tokens, copies, core.suspension.copied,
         )  # fmt: skip
-        rows = np.empty(table.capacity, np.int32)
-        rows[slots] = np.arange(len(slots), dtype=np.int32)
         new = self._introduce(slots, counts)
         grown = list(self._grown)
+        rows = np.empty(table.capacity, np.int32)
+        if grown:
+            rows[slots] = np.arange(len(slots), dtype=np.int32)
         core.strategies.batch.served(table, slots)
         filled = core.sealing.filled()
         return Step(
@@ -431,12 +358,14 @@ class Pass:
             filled_blocks=pack_i32([block for block, _ in filled]),
             filled_hashes=b"".join(block_hash for _, block_hash in filled),
             swap_out=pack_i32(core.suspension.copies),
-            swap_in=pack_i32(self._swap_in),
+            swap_in=pack_i32(self.swap_in),
         )
 
     def _introduce(self, slots: SlotArray, counts: Counts) -> list[NewRequest]:
         """The requests of these rows that the runner doesn't know yet. What they have been given is in their tables."""
         table, found = self.core.table, []
+        if np.count_nonzero(table.sent[slots]) == len(slots):
+            return []
         for index in np.flatnonzero(~table.sent[slots]).tolist():
             slot = int(slots[index])
             request = table.request[slot]

@@ -6,14 +6,16 @@ next plans go by.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from protocol.messages import StepResult
+from scheduler.entering import candidate, enter
 from scheduler.making_way import reclaim
 from scheduler.policies.admission import AdmissionTest
-from scheduler.policies.batch import UNLIMITED
+from scheduler.policies.batch import UNLIMITED, Counts
 from scheduler.policies.on_time import OnTime
 from scheduler.policies.pace import StepPace, StepSize
 from scheduler.policies.paced import Paced, Plan, Situation
@@ -22,7 +24,8 @@ from scheduler.table import SlotArray
 
 if TYPE_CHECKING:
     from scheduler.core import CoreScheduler
-    from scheduler.passes import Flight, Pass
+    from scheduler.flight import Flight
+    from scheduler.passes import Pass
 
 
 class Planner:
@@ -47,6 +50,7 @@ class Planner:
         return policy.plan(
             Situation(
                 table=core.table,
+                num_waiting=len(core.waiting),
                 queue=queue if isinstance(queue, OnTime) else None,
                 pace=self._pace,
                 now_ns=core.now(),
@@ -70,12 +74,19 @@ class Planner:
         if not self._core.flights:
             self._free_at_ns = 0
 
-    def note_first_tokens(self, slots: SlotArray) -> None:
-        """These rows have their first output now: from here on their tokens are due."""
-        if self._policy is None:
+    def coasted(self, first: StepSize, times_ns: Iterable[int]) -> None:
+        """Steps of decodes alone were sent and came back one after the other, `first` the size of the first."""
+        if self._policy is not None:
+            self._pace.learn_decodes(first, times_ns)
+            self._free_at_ns = 0
+
+    def note_first_tokens(self, slots: SlotArray, outputs: Counts) -> None:
+        """Rows have got a token, the number `outputs` of each counted from 0: those that got their first one are due
+        the others from here on."""
+        if self._policy is None or np.count_nonzero(outputs) == len(outputs):
             return
         core, table, now = self._core, self._core.table, self._core.now()
-        for slot in slots.tolist():
+        for slot in slots[outputs == 0].tolist():
             request = table.request[slot]
             assert request is not None
             ttft_ns = core.config.slo_ttft_s * 1e9
@@ -93,8 +104,10 @@ def _fits(this: Pass, request: Request) -> bool:
     hit = request.blocks or core.find_hit(request)
     first = max(0, -(-request.num_tokens // size) - len(hit))
     this.begin_admission()
-    candidate = this.candidate(request, hit, first)
-    bound = core.strategies.admission.test(candidate, pool.num_free, pool.num_blocks, len(core.table) > 0)
+    offered = candidate(this, request, hit, first)
+    bound = core.strategies.admission.test(offered, pool.num_free, pool.num_blocks, len(core.table) > 0)
+    if bound is None and not core.suspension.may_stay(request):
+        bound = AdmissionTest.BLOCKS
     if bound is not None:
         core.hold(request, bound)
     return bound is None
@@ -110,16 +123,17 @@ def carry_out(plan: Plan, this: Pass) -> None:
     this.run_rows(plan.rows)
     if this.preempted:
         return
+    if not plan.entrants and (plan.entrants is None or not this.anything):
+        this.admit_waiting()
+        return
     this.begin_admission(anew=True)
     if not this.return_swapped():
         return
-    if not this.anything and not plan.entrants:
-        this.admit_waiting()
     for request, most in plan.entrants:
         this.cap = most
-        bound = this.enter(request)
+        bound = enter(this, request)
         if bound == AdmissionTest.BLOCKS and reclaim(this, request):
-            bound = this.enter(request)
+            bound = enter(this, request)
         if bound is not None:
             core.hold(request, bound)
     bound, first = this.limits_hold(), core.waiting.front(core.now())

@@ -114,14 +114,8 @@ def tenant_weights(parts: Sequence[str]) -> dict[str, float]:
     return weights
 
 
-def choose(config: SchedulerConfig, block_size: int, previous: Strategies | None = None) -> Strategies:
-    """The strategies of a configuration; of `previous`, those that would be made the same, with all they have learned.
-
-    Raises ValueError for tenant weights that are none.
-    """
-    fresh = _make(config, block_size)
-    if previous is None:
-        return fresh
+def keep(previous: Strategies, fresh: Strategies) -> Strategies:
+    """`fresh`, but of `previous` those that would be made the same, with all they have learned."""
     fresh.admission.inherit(previous.admission)
     kept = {}
     for field in ("queue", "admission", "batch", "victim", "recovery"):
@@ -131,7 +125,8 @@ def choose(config: SchedulerConfig, block_size: int, previous: Strategies | None
     return replace(fresh, **kept)
 
 
-def _make(config: SchedulerConfig, block_size: int) -> Strategies:
+def choose(config: SchedulerConfig, block_size: int) -> Strategies:
+    """The strategies of a configuration. Raises ValueError for tenant weights that are none."""
     preset = chosen(config)
     weights = tenant_weights(config.tenant_weights)
     return Strategies(

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import zmq
 
 from protocol.columns import i32, u64
@@ -24,6 +25,8 @@ from protocol.messages import (
     Heartbeat,
     KvStatus,
     Limits,
+    Outputs,
+    Rejected,
     SchedulerStatus,
     StepResult,
     Submit,
@@ -31,6 +34,7 @@ from protocol.messages import (
 )
 from protocol.process import StopSignal
 from protocol.scheduler_links import LinkSettings, SchedulerLinks
+from protocol.security import LinkSecurity
 from scheduler.config import SchedulerConfig
 from scheduler.interface import Scheduler
 from scheduler.metrics import Metrics
@@ -38,6 +42,8 @@ from scheduler.metrics import Metrics
 log = logging.getLogger("triptych.scheduler")
 
 CHECK_INTERVAL_S = 10.0
+SLOWEST_TIMES = 10
+LOGGED = "the scheduler's log has the details"
 
 
 def load_scheduler_class(name: str) -> type[Scheduler]:
@@ -58,6 +64,7 @@ class _Runner:
 
     last_result: float = 0.0
     busy_since: float = 0.0
+    slowest_s: float = 0.0
     sent: dict[int, float] = field(default_factory=dict)
 
 
@@ -70,6 +77,8 @@ class SchedulerProcess:
         context: zmq.Context[Any],
         metrics: Metrics,
         *,
+        on_bound: Callable[[bool], None] = lambda by_force: None,
+        beat: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
@@ -82,9 +91,14 @@ class SchedulerProcess:
         self._line_base = (0, 0)
         self._work_since = 0.0
         settings = LinkSettings(
-            config.scheduler_address, config.runner_address, config.lease_s, config.runner_silence_s, config.takeover
+            config.scheduler_address,
+            config.runner_address,
+            config.lease_s,
+            config.runner_silence_s,
+            config.takeover,
+            LinkSecurity.of(config.curve_key_file, config.allow_insecure_bind),
         )
-        self.links = SchedulerLinks(context, settings, self, clock=clock)
+        self.links = SchedulerLinks(context, settings, self, on_bound=on_bound, beat=beat, clock=clock)
 
     def run(self, stop: StopSignal) -> int:
         """Serve until `stop`; returns the exit status."""
@@ -121,6 +135,9 @@ class SchedulerProcess:
         for order in core.take_orders():
             self.links.runner.send(order)
 
+    def _clock_ns(self) -> int:
+        return int(self._clock() * 1e9)
+
     @property
     def _core(self) -> Scheduler:
         """The scheduler object; it exists once a runner has welcomed this process."""
@@ -147,16 +164,21 @@ class SchedulerProcess:
         if sent is not None:
             self.metrics.round_trip_seconds.observe(now - sent)
         self._runner.last_result = now
+        self._runner.slowest_s = max(self._runner.slowest_s, result.execute_ns / 1e9)
         self._runner.busy_since = 0.0
         began = time.perf_counter()
-        self._core.update(result)
+        try:
+            self._core.update(result)
+        except Exception:  # it may be applied in part: only what the APIs have been told counts from here on
+            log.exception("step %d: its result can't be applied, starting over with the runner", result.step_id)
+            self.links.rejoin_runner(f"the result of step {result.step_id} can't be applied")
         self.metrics.observe_update(time.perf_counter() - began)
 
     def on_welcome(self, welcome: Welcome, limits: Limits) -> None:
         """A new epoch. What the runner's pages still hold is a warm cache."""
         self._runner = _Runner()
         if self.core is None:
-            self.core = self._cls(self.config, limits, welcome.hash_key, clock=time.monotonic_ns)
+            self.core = self._cls(self.config, limits, welcome.hash_key, clock=self._clock_ns)
         else:
             self.core.reset_runner(limits, welcome.hash_key)
         self.core.epoch = welcome.epoch
@@ -173,8 +195,24 @@ class SchedulerProcess:
     # --- the APIs' side -------------------------------------------------------------------------------------
 
     def on_request(self, peer: int, message: Submit | Extend | Abort | Control) -> None:
-        """Hand it to the scheduler. Before a runner has come there is nothing to give orders to."""
-        if isinstance(message, Control):
+        """Hand it to the scheduler. What goes wrong with one request or order is the end of that one."""
+        try:
+            self._hand_over(peer, message)
+        except Exception:
+            core = self._core
+            log.exception("%s of API %d failed", type(message).__name__, peer)
+            if isinstance(message, Submit):
+                core.stats.rejected["internal_error"] = core.stats.rejected.get("internal_error", 0) + 1
+                rejection = Rejected(message.id, "internal_error", LOGGED, 500)
+                self.links.send(peer, Outputs(core.epoch, 0, rejected=[rejection]))
+            elif isinstance(message, Extend):
+                core.abort(peer, [message.id])
+            elif isinstance(message, Control):
+                body = msgspec.json.encode({"code": "internal_error", "message": LOGGED})
+                self.links.send(peer, ControlReply(message.nonce, False, body))
+
+    def _hand_over(self, peer: int, message: Submit | Extend | Abort | Control) -> None:
+        if isinstance(message, Control):  # before a runner has come there is nothing to give orders to
             body = b'{"code": "not_ready", "message": "no runner has come yet"}'
             self.links.send(peer, self.core.control(message) if self.core else ControlReply(message.nonce, False, body))
             return
@@ -200,6 +238,7 @@ class SchedulerProcess:
     def status(self) -> SchedulerStatus:
         """End what has waited too long, bring the metrics up to date, check an idle core; how things stand."""
         core, now = self.core, self._clock()
+        self._watch_step(now)
         if core is not None:
             core.expire()
             if not core.has_requests and now - self._last_check > CHECK_INTERVAL_S:
@@ -216,7 +255,18 @@ class SchedulerProcess:
             kv_usage=1 - stats.free_blocks / stats.usable_blocks if stats and stats.usable_blocks else 0.0,
             stalled_ms=self._stalled_ms(),
             draining=stats.draining if stats else False,
+            waiting_timeout_ms=int(1000 * (core.config if core else self.config).waiting_timeout_s),
         )
+
+    def _watch_step(self, now: float) -> None:
+        """A runner whose step never comes to an end is as good as dead, although it sends heartbeats."""
+        state, allowed = self._runner, self.config.step_deadline_s
+        if not allowed or not state.busy_since or not self.links.runner.connected:
+            return
+        busy_s = now - state.busy_since
+        if busy_s > max(allowed, SLOWEST_TIMES * state.slowest_s):
+            self.links.give_up_runner(f"its step has not returned for {busy_s:.1f} s (step_deadline_s {allowed:g})")
+            state.busy_since = 0.0
 
     def _stalled_ms(self) -> int:
         """How long there has been work without a step coming back."""
@@ -227,6 +277,7 @@ class SchedulerProcess:
     def _sync_metrics(self) -> None:
         self.metrics.apis.set(len(self.links.peers))
         self.metrics.runner_up.set(1 if self.links.runner.connected else 0)
+        self.metrics.runner_stuck.set(1 if self.links.runner_state == "stuck" else 0)
         self.metrics.epoch.set(self.links.epoch)
         if self.core is not None:
             links = {"api": self.links.apis.stats, "runner": self.links.runner.stats}

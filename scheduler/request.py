@@ -55,6 +55,8 @@ class Request:
     routing_key: str = ""
     kv_source: str = ""
     open: bool = False
+    quarantined: bool = False
+    """Whether it may have made a step fail, and runs apart until that is known."""
     status: RequestStatus = S.WAITING
 
     slot: int = -1
@@ -76,7 +78,6 @@ class Request:
     """Whether the first token came within its objective."""
     num_cached: int = -1
     num_preemptions: int = 0
-    num_failures: int = 0
     num_bypassed: int = 0
     num_replayed: int = 0
     high_water: int = 0

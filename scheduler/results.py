@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from protocol.columns import i32, u64
 from protocol.messages import RequestStatus, RowError, StepFailure, StepResult, TokenLogprobs
-from scheduler.passes import Flight
+from scheduler.flight import Flight
 from scheduler.request import Request
 from scheduler.table import SlotArray
 
@@ -46,6 +46,8 @@ def _apply(core: CoreScheduler, flight: Flight, result: StepResult) -> None:
         _fail(core, flight, result.failure)
         return
     core.sealing.step_done(flight.step_id)
+    if core.suspects.watching:
+        core.suspects.step_done(flight)
     core.suspension.rates.saw_step(flight.num_tokens, len(flight.ids), (result.execute_ns - result.copy_ns) / 1e9)
     core.suspension.rates.saw_copy(flight.num_copied * core.limits.kv_bytes_per_block, result.copy_ns / 1e9)
     core.planner.returned(flight, result)
@@ -70,7 +72,7 @@ def _apply_tokens(core: CoreScheduler, flight: Flight, result: StepResult) -> No
         & table.live[slots]
     )
     fresh: set[tuple[int, int]] | None = set() if result.logprobs else None
-    if not valid.all():
+    if np.count_nonzero(valid) < len(valid):
         late = ~valid
         columns = (ids[late].tolist(), incarnations[late].tolist(), positions[late].tolist(), tokens[late].tolist())
         for request_id, incarnation, position, token in zip(*columns, strict=True):
@@ -79,25 +81,30 @@ def _apply_tokens(core: CoreScheduler, flight: Flight, result: StepResult) -> No
     if len(slots):
         table.tail[slots, positions % core.block_size] = tokens
         table.known[slots] = positions + 1
-        core.outbox.add_tokens(table.peer[slots], ids, positions - table.prompt[slots], tokens)
-        core.planner.note_first_tokens(slots[positions == table.prompt[slots]])
+        outputs = positions - table.prompt[slots]
+        core.outbox.add_tokens(table.peer[slots], ids, outputs, tokens)
+        core.planner.note_first_tokens(slots, outputs)
         core.stats.generated_tokens += len(slots)
         core.sealing.seal_full(slots)
         if core.strategies.queue.wants_charges:
-            served = np.bincount(table.tenant[slots])
-            numbers, name = np.flatnonzero(served).tolist(), core.tenants.name
-            core.strategies.queue.charge({name(n): OUTPUT_COST * served[n] for n in numbers})
+            core.strategies.queue.charge(output_charges(core, slots))
         if fresh is not None:
             fresh.update(zip(ids.tolist(), positions.tolist(), strict=True))
     if fresh is not None:
         _pass_on_logprobs(core, result.logprobs, fresh)
     if len(slots):
-        _end_rows(core, slots, tokens)
+        end_rows(core, slots, tokens)
+
+
+def output_charges(core: CoreScheduler, slots: SlotArray) -> dict[str, float]:
+    """What each tenant is charged for one output token in each of these rows."""
+    served = np.bincount(core.table.tenant[slots])
+    return {core.tenants.name(n): OUTPUT_COST * served[n] for n in np.flatnonzero(served).tolist()}
 
 
 def _slots_of(flight: Flight, ids: npt.NDArray[np.uint64]) -> SlotArray:
     """The slots that rows had when the step was sent; -1 for a row that the step didn't sample."""
-    if len(ids) == len(flight.sampled_ids) and bool((ids == flight.sampled_ids).all()):
+    if len(ids) == len(flight.sampled_ids) and np.count_nonzero(ids == flight.sampled_ids) == len(ids):
         return flight.sampled_slots
     known = dict(zip(flight.sampled_ids.tolist(), flight.sampled_slots.tolist(), strict=True))
     return np.array([known.get(request_id, -1) for request_id in ids.tolist()], np.intp)
@@ -149,12 +156,17 @@ def _pass_on_logprobs(core: CoreScheduler, entries: list[TokenLogprobs], fresh: 
 # --- ends -----------------------------------------------------------------------------------------------------
 
 
-def _end_rows(core: CoreScheduler, slots: SlotArray, tokens: npt.NDArray[np.int32]) -> None:
+def end_rows(core: CoreScheduler, slots: SlotArray, tokens: npt.NDArray[np.int32]) -> None:
     """Finish the rows whose newest token ends them. A stop on the last allowed token is a stop."""
     table = core.table
-    status = np.where(table.known[slots] >= table.total[slots], S.LENGTH, S.RUNNING)
-    status[table.heeds_eos[slots] & core.is_eos[tokens]] = S.STOPPED
-    for index in np.flatnonzero(table.watched[slots]).tolist():
+    full = table.known[slots] >= table.total[slots]
+    stopped = table.heeds_eos[slots] & core.is_eos[tokens]
+    watched = table.watched[slots]
+    if not np.count_nonzero(full | stopped | watched):
+        return
+    status = np.where(full, S.LENGTH, S.RUNNING)
+    status[stopped] = S.STOPPED
+    for index in np.flatnonzero(watched).tolist():
         slot = int(slots[index])
         table.flush(slot)
         request = table.request[slot]
@@ -179,7 +191,17 @@ def is_watched(core: CoreScheduler, request: Request) -> bool:
 
 
 def _end_of(core: CoreScheduler, request: Request, token: int) -> RequestStatus | None:
-    """How `token`, the newest of the request's outputs, ends it by its own conditions; None if it doesn't."""
+    """How `token`, the newest of the request's outputs, ends it; None if it doesn't. A request whose own conditions
+    can't be told ends alone."""
+    try:
+        return _own_end(core, request, token)
+    except Exception:
+        log.exception("request %d: its stop conditions can't be told", request.id)
+        request.end_code, request.end_message = "internal_error", "its stop conditions can't be told"
+        return S.ERROR
+
+
+def _own_end(core: CoreScheduler, request: Request, token: int) -> RequestStatus | None:
     params = request.params
     if request.num_outputs < params.min_tokens:
         return None
@@ -234,7 +256,7 @@ def _fail(core: CoreScheduler, flight: Flight, failure: StepFailure) -> None:
     """A step failed: nothing it would have written can be trusted, nor what later steps built on it.
 
     Its requests are computed again under a new incarnation, so that what the steps behind it report about them
-    is stale. A request that has been part of too many failed steps ends with an error.
+    is stale. They are suspects: the one whose fault it was is found and ends.
     """
     core.stats.failed_steps += 1
     log.error("step %d failed (%s): %s", flight.step_id, failure.code, failure.message)
@@ -243,17 +265,15 @@ def _fail(core: CoreScheduler, flight: Flight, failure: StepFailure) -> None:
         request = core.requests.get(request_id)
         if request is not None and request.incarnation == incarnation:
             core.suspension.forget(request)
-    for request_id, incarnation in zip(flight.ids.tolist(), flight.incarnations.tolist(), strict=True):
-        request = core.requests.get(request_id)
-        if request is None or request.incarnation != incarnation:
-            continue
-        request.num_failures += 1
-        request.timeline.add(core.now(), "step_failed", code=failure.code)
-        if request.num_failures >= core.config.max_step_failures:
-            request.end_code, request.end_message = failure.code, failure.message
-            core.finish(request, S.ERROR)
+    live = [request for request, _ in flight.live(core.requests)]
+    for request in live:
+        request.timeline.add(core.now(), "step_failed", code=failure.code, requests=len(flight.ids))
+    core.suspects.step_failed(flight, failure, live)
+    for request in live:
+        if request.status.is_finished:
             continue
         if request.status == S.RUNNING:
             core.preempt(request, may_swap=False)
         core.drop_kept(request)
         core.renew(request)
+        core.waiting.isolate(request)

@@ -51,10 +51,10 @@ class Sealing:
     def seal_full(self, slots: SlotArray) -> None:
         """Make findable the blocks of these rows whose tokens are all known and computed (or in flight)."""
         core = self._core
-        table, pool = core.table, core.pool
+        table = core.table
         full = np.minimum(table.computed[slots], table.known[slots]) // core.block_size
-        due = np.flatnonzero(full > table.sealed[slots])
-        if not len(due):
+        due = full > table.sealed[slots]
+        if not np.count_nonzero(due):
             return
         slots, full = slots[due], full[due]
         sealed = table.sealed[slots].tolist()
@@ -62,16 +62,26 @@ class Sealing:
         table.flush_many(slots)
         if not core.config.enable_prefix_caching:
             return
-        step_id, requests, hash_of = core.step_id + 1, table.request, pool.hash_of
         for slot, start, upto in zip(slots.tolist(), sealed, full.tolist(), strict=True):
-            request = requests[slot]
+            request = table.request[slot]
             assert request is not None
-            self._hash_up_to(request, upto)
-            for block, block_hash in zip(request.blocks[start:upto], request.hashes[start:upto], strict=True):
-                if hash_of[block] is None:
-                    pool.register(block, block_hash)
-                    self._filled.append((block, block_hash))
-                    self._registered.append((step_id, block, block_hash))
+            self.seal(request, start, upto)
+
+    def seal(self, request: Request, start: int, upto: int) -> None:
+        """Make findable the blocks from `start` to `upto` of a request, all of whose tokens are in its data."""
+        core = self._core
+        pool, step_id = core.pool, core.step_id + 1
+        self._hash_up_to(request, upto)
+        for block, block_hash in zip(request.blocks[start:upto], request.hashes[start:upto], strict=True):
+            if pool.hash_of[block] is None:
+                pool.register(block, block_hash)
+                self._filled.append((block, block_hash))
+                self._registered.append((step_id, block, block_hash))
+
+    @property
+    def settled(self) -> bool:
+        """Whether the runner has been told of all blocks filled so far, and has filled them."""
+        return not (self._filled or self._registered)
 
     def take_back(self, blocks: Iterable[int]) -> None:
         """The next step will not fill these blocks after all."""

@@ -1,4 +1,4 @@
-"""Suspending requests that run: what they lose, what is kept of them on the host, and the copies that put it there.
+"""Suspending requests that run: who goes, what is lost, what is kept on the host, and the copies that put it there.
 
 Order makes the copies safe: those out are in the next step, which the device runs after everything in flight and
 before anything that the freed blocks are written with; a host block that a request has come back from is reused only
@@ -30,6 +30,35 @@ class Suspension:
         self.swapped_out_blocks = 0
         self._emptied: list[int] = []
 
+    def is_spared(self, request: Request) -> bool:
+        """Whether a guarded preset makes others leave before this one, because it has been a victim often enough."""
+        core = self._core
+        return core.strategies.preset.guarded and 0 < core.config.max_preemptions <= request.num_preemptions
+
+    def may_stay(self, request: Request) -> bool:
+        """Whether a spared request that enters now can stay to its end: it and all spared ones that run could grow to
+        their limits together, beside what those hold that are parked. True for all others: they may be sent away."""
+        if not self.is_spared(request):
+            return True
+        core = self._core
+        lasting = [request, *(other for other in core.table.requests() if self.is_spared(other))]
+        most = sum(-(-(one.max_total - 1) // core.block_size) for one in lasting)
+        aside = sum(len(waiter.blocks) for waiter in core.waiting.parked.values())
+        return most <= core.pool.num_usable - aside
+
+    def choose_victim(self) -> Request:
+        """The running request that gives its blocks up. Guarded presets spare those that have been victims too often,
+        and never take one that would free nothing while another would free something."""
+        core = self._core
+        candidates = core.table.requests()
+        for request in candidates:  # a policy may count outputs: the last block's are only in the table so far
+            core.table.flush(request.slot)
+        if core.strategies.preset.guarded:
+            useful = [r for r in candidates if core.pool.count_recoverable(r.blocks)]
+            unspared = [r for r in candidates if not self.is_spared(r)]
+            candidates = [r for r in useful if not self.is_spared(r)] or unspared or useful or candidates
+        return core.strategies.victim.choose(candidates, core.pool)
+
     def preempt(self, request: Request, needy: Request | None, *, may_swap: bool) -> None:
         """Suspend a running request: its tokens stay, its row and blocks go, its place in the queue is kept."""
         core = self._core
@@ -45,6 +74,7 @@ class Suspension:
         by = {"by": str(needy.id), "by_label": needy.label} if needy else {"by": "", "by_label": ""}
         request.timeline.add(core.now(), "preempted", **by, computed=computed, recovery=way)
         if swapped:
+            request.queued_ns = core.now()
             core.waiting.swapped.append(request)
         else:
             core.waiting.push(request, core.now(), keep_place=not core.strategies.preset.victims_rejoin_tail)

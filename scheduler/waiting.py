@@ -16,24 +16,28 @@ from scheduler.request import Request
 
 
 class WaitingRoom:
-    """`queue`: may enter when tests allow. `swapped`: return first. `parked`: wait for a grammar, KV, or input."""
+    """`queue`: may enter when tests allow. `swapped`: return first. `parked`: wait for a grammar, KV, or input.
+    `quarantined`: may have made a step fail, and enter apart from all others."""
 
     def __init__(self, queue: QueuePolicy, max_age_ns: int) -> None:
         self.queue = queue
         self.swapped: deque[Request] = deque()
         self.parked: dict[int, Request] = {}
+        self.quarantined: dict[int, Request] = {}
         self._max_age_ns = max_age_ns
         self._by_age: OrderedDict[int, Request] = OrderedDict()
         self._expiries: list[tuple[int, int]] = []
 
     def __len__(self) -> int:
-        """Requests that wait for the GPU: queued or swapped."""
-        return len(self.queue) + len(self.swapped)
+        """Requests that wait for the GPU: queued, swapped or quarantined."""
+        return len(self.queue) + len(self.swapped) + len(self.quarantined)
 
     def push(self, request: Request, now_ns: int, *, keep_place: bool = False) -> None:
         """Queue a request: behind the others, or where it stood before it was taken out."""
         self._note(request, now_ns)
-        if keep_place:
+        if request.quarantined:
+            self.quarantined[request.id] = request
+        elif keep_place:
             self.queue.restore(request)
         else:
             self.queue.push(request)
@@ -41,21 +45,46 @@ class WaitingRoom:
     def rejoin(self, request: Request, now_ns: int) -> None:
         """Queue a request that was parked: where its arrival puts it, as if it had waited here."""
         self._note(request, now_ns)
-        self.queue.rejoin(request)
+        if request.quarantined:
+            self.quarantined[request.id] = request
+        else:
+            self.queue.rejoin(request)
 
     def _note(self, request: Request, now_ns: int) -> None:
         request.queued_ns = now_ns
-        self._by_age[request.id] = request
+        if not request.quarantined:
+            self._by_age[request.id] = request
+
+    def isolate(self, request: Request) -> None:
+        """Take a request that is to be kept apart out of the queue, if it waits there."""
+        if request.quarantined and request.id in self._by_age:
+            self.remove(request)
+            self.quarantined[request.id] = request
+
+    def release(self, request: Request, now_ns: int) -> None:
+        """A request need not be kept apart any longer: if it waits, it does so among the others."""
+        request.quarantined = False
+        if self.quarantined.pop(request.id, None) is not None:
+            self.push(request, now_ns, keep_place=True)
 
     def remove(self, request: Request) -> None:
         """Take a request out of wherever it waits. Raises KeyError or ValueError if it doesn't."""
         if request.id in self.parked:
             del self.parked[request.id]
+        elif request.id in self.quarantined:
+            del self.quarantined[request.id]
         elif request.host_blocks:
             self.swapped.remove(request)
         else:
             self.queue.remove(request)
             del self._by_age[request.id]
+
+    def discard(self, request: Request) -> None:
+        """Take out a request that may have been put somewhere, or not."""
+        try:
+            self.remove(request)
+        except (KeyError, ValueError):
+            self._by_age.pop(request.id, None)
 
     def candidates(self, view: QueueView, now_ns: int) -> Iterator[Request]:
         """The queue, next one first. Who has waited longer than the age bound comes before any policy's choice."""
@@ -77,13 +106,15 @@ class WaitingRoom:
             return oldest
         return self.queue.front()
 
-    def next_swapped(self) -> Request | None:
+    def next_swapped(self, now_ns: int) -> Request | None:
         """The swapped request to return next: before the whole queue, except that urgency goes before all in one by
-        priority, among the swapped and against the queue."""
+        priority, among the swapped and against the queue, up to the age bound."""
         if not self.swapped:
             return None
-        if self.queue.name != "priority":
-            return self.swapped[0]
+        oldest = self.swapped[0]
+        aged = self._max_age_ns and now_ns - oldest.queued_ns > self._max_age_ns
+        if aged or self.queue.name != "priority":
+            return oldest
         first = min(self.swapped, key=lambda request: (request.priority, request.arrival))
         front = self.queue.front()
         return None if front is not None and front.priority < first.priority else first
@@ -91,7 +122,7 @@ class WaitingRoom:
     def newest_holder(self, head: Request) -> Request | None:
         """The latest of those that hold blocks without running, `head` apart; sessions between two parts come first."""
         parked = [r for r in self.parked.values() if r.blocks and r.status == RequestStatus.WAITING_FOR_INPUT]
-        queued = [r for r in self.queue if r.blocks and r is not head]
+        queued = [r for r in (*self.queue, *self.quarantined.values()) if r.blocks and r is not head]
         return max(parked or queued, key=lambda request: request.arrival, default=None)
 
     def reorder(self, queue: QueuePolicy, max_age_ns: int) -> None:
@@ -117,4 +148,5 @@ class WaitingRoom:
     def __iter__(self) -> Iterator[Request]:
         yield from self.swapped
         yield from self.queue
+        yield from self.quarantined.values()
         yield from self.parked.values()

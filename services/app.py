@@ -21,8 +21,8 @@ from services.routes.text import Detokenize, Tokenize
 from services.state import ApiState
 
 
-def build_app(state: ApiState, keys: list[str]) -> Starlette:
-    """The application. With `keys`, everything but the open paths needs one of them."""
+def build_app(state: ApiState, keys: list[str], admin_keys: list[str]) -> Starlette:
+    """The application. With keys of either kind, everything but the open paths needs one of them."""
     status = StatusRoutes(state)
     routes = [
         Route("/v1/completions", Completions(state), methods=["POST"]),
@@ -50,9 +50,9 @@ def build_app(state: ApiState, keys: list[str]) -> Starlette:
             )
         )
     middleware.append(Middleware(Edge, metrics=state.metrics, paths=[route.path for route in routes]))
-    if keys:
+    if keys or admin_keys:
         open_paths = OPEN_PATHS | ({"/metrics"} if state.config.metrics_open else frozenset())
-        middleware.append(Middleware(ApiKeys, keys=keys, open_paths=open_paths))
+        middleware.append(Middleware(ApiKeys, keys=keys, admin_keys=admin_keys, open_paths=open_paths))
     app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
     return app

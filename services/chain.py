@@ -67,6 +67,11 @@ class Chain:
         )
 
     @property
+    def bounds_waiting(self) -> bool:
+        """True while the scheduler ends requests that wait for too long, whatever they ask for."""
+        return self.status is not None and self.status.waiting_timeout_ms > 0
+
+    @property
     def given_up(self) -> bool:
         """True once the chain has been away for longer than requests may wait."""
         return self._away_since is not None and self._clock() - self._away_since >= self._config.engine_wait_s

@@ -25,9 +25,21 @@ class ApiConfig:
     host: str = setting("127.0.0.1", help="address the HTTP server binds")
     port: int = setting(8000, help="TCP port of the HTTP server; 0 picks a free one", minimum=0, maximum=65535)
     uds: str = setting("", help="path of a unix socket to serve HTTP on instead of host and port")
+    listen_fd: int = setting(
+        -1, help="inherited descriptor of a listening socket to serve HTTP on instead; -1: none", minimum=-1
+    )
+    process_number: int = setting(
+        0,
+        help="this process's number among several API processes with one runtime_dir; 0: it is the only one",
+        minimum=0,
+        maximum=255,
+    )
     runtime_dir: str = setting("/tmp/triptych", help="private directory (0700) for sockets")
     scheduler_address: str = setting(
         "", help="ZeroMQ address of the scheduler; empty: ipc://{runtime_dir}/scheduler.sock"
+    )
+    curve_key_file: str = setting(
+        "", help="key pair that `triptych keygen` wrote; over TCP the scheduler must have the same pair"
     )
     log_level: str = setting("info", help="lowest level that is logged", choices=("debug", "info", "warning", "error"))
     log_interval_s: float = setting(10.0, help="time between summary lines in the log; 0: none", unit="s", minimum=0)
@@ -36,6 +48,9 @@ class ApiConfig:
     metrics_open: bool = setting(False, help="serve /metrics on the HTTP port without an API key")
     api_key: tuple[str, ...] = setting((), help="keys that clients must send as bearer token; none: open", secret=True)
     api_key_file: str = setting("", help="file with one API key per line, in addition to api_key")
+    admin_key: tuple[str, ...] = setting(
+        (), help="further keys, whose bearers also see the requests of others", secret=True
+    )
     cors_origins: tuple[str, ...] = setting((), help="origins that browsers may call from; `*` for all")
     max_body_bytes: int = setting(32 * 2**20, help="largest request body", unit="bytes", minimum=1024)
     body_timeout_s: float = setting(
@@ -55,7 +70,7 @@ class ApiConfig:
         60.0, help="work pending without a finished step after which /health fails", unit="s", minimum=1
     )
     write_timeout_s: float = setting(
-        60.0, help="how long a client may not read before its request is aborted; 0: for ever", unit="s", minimum=0
+        60.0, help="how long a client may lag behind in reading before it is cut off; 0: for ever", unit="s", minimum=0
     )
     sse_ping_s: float = setting(
         15.0, help="silence on a stream after which a comment is sent; 0: no comments", unit="s", minimum=0
@@ -76,6 +91,12 @@ class ApiConfig:
             raise settings.SettingError("record_tokens: needs record, the file to write to")
         if not self.served_model_name:
             raise settings.SettingError("served_model_name: got '', allowed is any text that is not empty")
+
+    @property
+    def metrics_socket(self) -> str:
+        """The path of the unix socket where this process serves its own metrics."""
+        number = f"-{self.process_number}" if self.process_number else ""
+        return f"{self.runtime_dir}/api{number}.metrics.sock"
 
     @property
     def scheduler_link(self) -> str:

@@ -34,6 +34,7 @@ from protocol.messages import (
     Submit,
     Welcome,
 )
+from protocol.security import LinkSecurity
 from services.chain import Chain
 from services.config import ApiConfig
 from services.errors import ApiError, ended, unavailable
@@ -45,7 +46,8 @@ log = logging.getLogger("triptych.engine")
 TICK_S = 0.2
 COSTS_WAIT_S = 0.5
 CONTROL_WAIT_S = 5.0
-_MASK64 = (1 << 64) - 1
+_COUNTER_BITS = 56
+"""Of a request id; the 8 above them are the number of the API process."""
 
 
 class Engine:
@@ -66,15 +68,15 @@ class Engine:
         self.epoch = 0
         self.calls: set[Call] = set()
         self.recent = RecentCalls()
-        self.bounds_waiting = False
-        """True once the scheduler has ended a request for having waited too long: from then on any may end so."""
         self._config = config
         self._metrics = metrics
         self._clock = clock
         self._wall_ns = wall_ns
         self._random_bits = random_bits
         self._on_fatal = on_fatal
-        self._next_id = random_bits(64)
+        # Neighbours on one machine can't meet, and a process that is started again begins far from where it was.
+        self._ids = config.process_number << _COUNTER_BITS
+        self._next_id = random_bits(_COUNTER_BITS)
         self._live: dict[int, Generation] = {}
         self._stopping: dict[int, Generation] = {}
         self._aborts: list[int] = []
@@ -83,7 +85,12 @@ class Engine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._channel: ClientChannel[Any] = ClientChannel(
-            context, config.scheduler_link, SchedulerToApi, self._hello, clock=clock
+            context,
+            config.scheduler_link,
+            SchedulerToApi,
+            self._hello,
+            clock=clock,
+            security=LinkSecurity.of(config.curve_key_file),
         )
         self.chain = Chain(config, self._channel, clock)
         metrics.gauge("requests_running", "Generations (choices) in progress, queued ones included.", self.num_live)
@@ -124,7 +131,8 @@ class Engine:
             self._give_up()
             self._retry_unsent()
             self._expire(now)
-            self._nudge_calls(now)
+            for call in self.calls:
+                call.keep(now, self._config.sse_ping_s)
         except Exception:
             log.exception("housekeeping failed; it is tried again in %.1f s", TICK_S)
 
@@ -149,11 +157,6 @@ class Engine:
             if now - generation.stopped_at > COSTS_WAIT_S:
                 self._settle(generation, None)
 
-    def _nudge_calls(self, now: float) -> None:
-        for call in list(self.calls):
-            if call.keep(now, self._config.sse_ping_s, self._config.write_timeout_s):
-                self._metrics.write_timeouts.inc()
-
     # --- what the routes call ---------------------------------------------------------------------------------
 
     def submit(
@@ -164,8 +167,8 @@ class Engine:
         terms: Terms,
     ) -> Generation:
         """Add one generation to a call and send it, now or as soon as a scheduler is there. `prompt`: i32 column."""
-        request_id = self._next_id
-        self._next_id = (request_id + 1) & _MASK64
+        request_id = self._ids | self._next_id
+        self._next_id = (self._next_id + 1) & ((1 << _COUNTER_BITS) - 1)
         submit = Submit(
             request_id,
             prompt,
@@ -386,7 +389,6 @@ class Engine:
 
     def _on_rejected(self, rejected: Rejected) -> None:
         generation = self._live.get(rejected.id)
-        self._note_code(rejected.code)
         if generation is not None:
             self._fail(
                 generation,
@@ -398,10 +400,6 @@ class Engine:
                     retry_after_s=rejected.retry_after_s,
                 ),
             )
-
-    def _note_code(self, code: str) -> None:
-        if code == "waiting_timeout":
-            self.bounds_waiting = True
 
     def _on_finished(self, finished: Finished) -> None:
         stopped = self._stopping.get(finished.id)
@@ -429,7 +427,6 @@ class Engine:
     def _finish(self, generation: Generation, finished: Finished) -> None:
         self._live.pop(generation.id, None)
         if finished.status in (RequestStatus.ERROR, RequestStatus.ABORTED, RequestStatus.IGNORED):
-            self._note_code(finished.code)
             name = finished.status.name.lower()
             message = finished.message or f"The request was ended by the scheduler ({name})"
             generation.error = ended(finished.code or name, message)

@@ -89,7 +89,7 @@ class Generator:
 
         Where waiting may end in a refusal, a stream's headers also wait for the first token of every choice.
         """
-        hold = self._job.stream and bool(self._job.terms.timeout_ms or self._state.engine.bounds_waiting)
+        hold = self._job.stream and bool(self._job.terms.timeout_ms or self._state.engine.chain.bounds_waiting)
         while True:
             for choice in self._choices:
                 if choice.error is not None:

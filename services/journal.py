@@ -146,8 +146,6 @@ class Call:
         self.streaming = False
         self.ping_due = False
         self.last_write = self.arrived
-        self.writing_since = 0.0
-        self.task: asyncio.Task[object] | None = asyncio.current_task()
         self._waiter: asyncio.Future[None] | None = None
 
     def wake(self) -> None:
@@ -155,18 +153,11 @@ class Call:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def keep(self, now: float, ping_s: float, patience_s: float) -> bool:
-        """Ask for a ping after `ping_s` of silence; give up a client that takes no data for `patience_s`: then True."""
-        if self.writing_since:
-            if not patience_s or now - self.writing_since <= patience_s or self.disconnected or self.task is None:
-                return False
-            self.disconnected = True
-            self.task.cancel()
-            return True
+    def keep(self, now: float, ping_s: float) -> None:
+        """Ask for a ping after `ping_s` of silence on a stream."""
         if ping_s and self.streaming and now - self.last_write > ping_s:
             self.ping_due = True
             self.wake()
-        return False
 
     def disconnect(self) -> None:
         """The client has gone away."""

@@ -12,8 +12,10 @@ from protocol.channels import AddressError
 from protocol.exposition import ExpositionError, serve_metrics
 from protocol.process import PrivateDirError, StopSignal, die_with_parent, ensure_private_dir, setup_logging
 from services.config import ApiConfig
+from services.listen import BindError, listen
 from services.middleware import load_keys
-from services.server import ApiServer, BindError, listen
+from services.neighbours import LIVE_PAGE
+from services.server import ApiServer
 from services.text.chat_template import ChatTemplate, TemplateError
 from services.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 
@@ -35,12 +37,13 @@ def run(config: ApiConfig) -> int:
             tokenizer = load_tokenizer(config.model)
             template = load_template(config, tokenizer)
             keys = load_keys(config.api_key, config.api_key_file)
-            server = ApiServer(config, tokenizer, template, keys)
+            server = ApiServer(config, tokenizer, template, keys, list(dict.fromkeys(config.admin_key)))
             exposition = serve_metrics(
                 server.registry,
-                unix_path=f"{config.runtime_dir}/api.metrics.sock",
+                unix_path=config.metrics_socket,
                 host=config.metrics_host,
                 port=config.metrics_port,
+                pages={LIVE_PAGE: lambda _: b"%d" % server.state.engine.num_live()},
             )
         except (BindError, AddressError, ExpositionError, PrivateDirError, TokenizerError, TemplateError) as error:
             log.error("can't start: %s", error)
@@ -48,15 +51,17 @@ def run(config: ApiConfig) -> int:
         except (OSError, ValueError) as error:
             log.error("can't start: %s: %s", type(error).__name__, error)
             return 1
-        where = config.uds or "http://{}:{}".format(*listener.getsockname()[:2])
+        address = listener.getsockname()
+        where = address if isinstance(address, str) else "http://{}:{}".format(*address[:2])
         log.info("pid %d serves %s on %s", os.getpid(), config.served_model_name, where)
-        if not keys and config.host not in ("127.0.0.1", "localhost", "::1") and not config.uds:
+        local = config.host in ("127.0.0.1", "localhost", "::1") or bool(config.uds)
+        if not local and not (keys or config.admin_key):
             log.warning("open to everyone who reaches %s: no API key is configured", where)
         try:
             with exposition, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(server.run(listener, stop))
         finally:
-            if config.uds and os.path.exists(config.uds):
+            if config.uds and config.listen_fd < 0 and os.path.exists(config.uds):
                 os.unlink(config.uds)
 
 

@@ -86,11 +86,17 @@ def _request_id(scope: Scope) -> str:
 
 
 class ApiKeys:
-    """Lets only bearers of a configured key through, on every path that isn't on the open list."""
+    """Lets only bearers of a configured key through, on every path that isn't on the open list.
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Iterable[str]) -> None:
+    The key becomes `scope["state"]["tenant"]`; an admin key stands for nobody, so nothing is hidden from it.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[str], open_paths: Iterable[str], admin_keys: Sequence[str] = ()
+    ) -> None:
         self._app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        named = [(key, f"key-{index}") for index, key in enumerate(keys)] + [(key, "") for key in admin_keys]
+        self._tenants = [(hashlib.sha256(key.encode()).digest(), tenant) for key, tenant in named]
         self._open = frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,30 +104,31 @@ class ApiKeys:
         if scope["type"] != "http" or scope["path"] in self._open:
             await self._app(scope, receive, send)
             return
-        index = self._match(scope)
-        if index < 0:
+        tenant = self._match(scope)
+        if tenant is None:
             raise ApiError(
                 401,
                 "A valid API key is required: Authorization: Bearer KEY",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        scope["state"]["tenant"] = f"key-{index}"
+        if tenant:
+            scope["state"]["tenant"] = tenant
         await self._app(scope, receive, send)
 
-    def _match(self, scope: Scope) -> int:
-        """The index of the key in the Authorization header, -1 if there is none or it is wrong."""
+    def _match(self, scope: Scope) -> str | None:
+        """Whom the key in the Authorization header stands for; None if there is none or it is wrong."""
         values = [value for name, value in scope["headers"] if name == b"authorization"]
         if len(values) != 1 or len(values[0]) > MAX_AUTHORIZATION:
-            return -1
+            return None
         scheme, _, token = values[0].partition(b" ")
         if scheme.lower() != b"bearer":
-            return -1
+            return None
         digest = hashlib.sha256(token.strip()).digest()
-        found = -1
-        for index, known in enumerate(self._digests):  # all of them, so that time tells nothing
+        found = None
+        for known, tenant in self._tenants:  # all of them, so that time tells nothing
             if hmac.compare_digest(digest, known):
-                found = index
+                found = tenant
         return found
 
 

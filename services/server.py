@@ -1,14 +1,14 @@
-"""Runs the HTTP server around the application: listening sockets, start, draining, stop, and the periodic log line."""
+"""Runs the HTTP server around the application: start, draining, stop, and the periodic log line."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
-import os
 import socket
-import stat
 from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import uvicorn
 import zmq
@@ -17,9 +17,11 @@ from protocol.exposition import new_registry
 from protocol.process import StopSignal
 from services.app import build_app
 from services.config import ApiConfig
+from services.connection import Connection
 from services.engine import Engine
 from services.errors import unavailable
 from services.metrics import ApiMetrics
+from services.neighbours import Neighbours
 from services.record import Recording, shared_key
 from services.sampling import Defaults, load_defaults
 from services.state import ApiState
@@ -29,48 +31,8 @@ from services.textpool import TextPool
 
 log = logging.getLogger("triptych.api")
 
-BACKLOG = 2048
 CLOSE_WAIT_S = 2  # for connections to take their last bytes once everything is said
 DRAIN_POLL_S = 0.05
-
-
-class BindError(OSError):
-    """The HTTP address can't be listened on; says which and why."""
-
-
-def listen(config: ApiConfig) -> socket.socket:
-    """The bound listening socket of the HTTP server. Raises BindError."""
-    if config.uds:
-        return _listen_unix(config.uds)
-    try:
-        family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
-    except OSError as error:
-        raise BindError(f"can't listen on {config.host}:{config.port}: {error.strerror or error}") from error
-    # Accepted connections inherit these: the kernel drops a peer that is gone, or that takes no data for too long.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT") and config.write_timeout_s:
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(config.write_timeout_s * 1000) + 1000)
-    return listener
-
-
-def _listen_unix(path: str) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        if os.path.exists(path):
-            if not stat.S_ISSOCK(os.stat(path).st_mode):
-                raise BindError(f"can't listen on {path}: a file that is not a socket is in the way")
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-                probe.settimeout(0.5)
-                if probe.connect_ex(path) == 0:
-                    raise BindError(f"can't listen on {path}: another live process listens there")
-            os.unlink(path)
-        listener.bind(path)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise error if isinstance(error, BindError) else BindError(f"can't listen on {path}: {error}") from error
-    return listener
 
 
 class _Uvicorn(uvicorn.Server):
@@ -85,7 +47,14 @@ class _Uvicorn(uvicorn.Server):
 class ApiServer:
     """One API process's server. `run` returns when it was stopped or the chain can't be joined."""
 
-    def __init__(self, config: ApiConfig, tokenizer: Tokenizer, template: ChatTemplate | None, keys: list[str]) -> None:
+    def __init__(
+        self,
+        config: ApiConfig,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        keys: list[str],
+        admin_keys: list[str] | None = None,
+    ) -> None:
         self.config = config
         self.registry = new_registry("api")
         self.metrics = ApiMetrics(self.registry, config.served_model_name)
@@ -99,10 +68,11 @@ class ApiServer:
             engine=Engine(config, self.metrics, self._context, on_fatal=self._on_fatal),
             text=TextPool(tokenizer, template, config.text_threads),
             metrics=self.metrics,
+            neighbours=Neighbours(config, self.metrics),
             defaults=defaults,
             recording=recording,
         )
-        self._app = build_app(self.state, keys)
+        self._app = build_app(self.state, keys, admin_keys or [])
 
     def _open_recording(self) -> Recording | None:
         config = self.config
@@ -121,10 +91,15 @@ class ApiServer:
         self, listener: socket.socket, stop: StopSignal, *, on_listening: Callable[[], None] = lambda: None
     ) -> int:
         """Serve until `stop` is requested, then drain. Returns the exit code: 1 if the scheduler refused this build."""
+        connection = functools.partial(
+            Connection,
+            write_timeout_s=self.config.write_timeout_s,
+            on_write_timeout=self.metrics.write_timeouts.inc,
+        )
         server = _Uvicorn(
             uvicorn.Config(
                 self._app,
-                http="httptools",
+                http=cast(Any, connection),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -160,6 +135,7 @@ class ApiServer:
             if self.state.recording is not None:
                 self.state.recording.close()
             self.state.text.close()
+            self.state.neighbours.close()
             self._context.term()
         return 1 if self._fatal else 0
 

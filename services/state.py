@@ -14,6 +14,7 @@ from services.config import ApiConfig
 from services.engine import Engine
 from services.errors import ApiError
 from services.metrics import ApiMetrics
+from services.neighbours import Neighbours
 from services.record import Recording
 from services.sampling import Defaults
 from services.textpool import TextPool
@@ -31,6 +32,7 @@ class ApiState:
     engine: Engine
     text: TextPool
     metrics: ApiMetrics
+    neighbours: Neighbours
     defaults: Defaults
     recording: Recording | None = None
     draining: bool = False

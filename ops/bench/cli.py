@@ -11,6 +11,7 @@ commands:
   serve      drive an OpenAI-compatible server with random or recorded traffic and report latency and throughput
   pipeline   start the three processes on a simulated runner and compare streamed tokens/s with what the steps allow
   scheduler  time the scheduler alone: passes, updates, admission, its messages; beside vLLM's if you have it
+  overload   thousands of clients at once against a short queue: who is served, who is refused, what memory it takes
   fidelity   play a trace against real processes and in a replay, and compare what clients saw
 
 `triptych bench <command> --help` shows a command's options."""
@@ -31,6 +32,10 @@ def main(argv: Sequence[str]) -> int:
         from ops.bench import scheduler
 
         return scheduler.main(rest)
+    if command == "overload":
+        from ops.bench import overload
+
+        return overload.main(rest)
     if command == "fidelity":
         from ops.bench import fidelity
 

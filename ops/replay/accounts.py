@@ -17,6 +17,7 @@ class TokenAccounts:
     def __init__(self, count: int) -> None:
         self.prefill = self.decode = self.replayed = self.wasted = 0
         self.prompt = self.cached = 0
+        self.lost = self.kept = 0
         self._scheduled: npt.NDArray[np.int64] = np.zeros(count, np.int64)
         self._residency: dict[int, tuple[int, int, int, int]] = {}
         """Live requests: (prompt, furthest computed in earlier residencies, start of this one, scheduled before it)."""
@@ -31,10 +32,12 @@ class TokenAccounts:
             furthest = new.num_computed
         else:
             furthest = self._settle(new.id, known)
+            self.lost += known[2] + before - known[3]
+            self.kept += new.num_computed
         self._residency[new.id] = (new.num_prompt, furthest, new.num_computed, before)
 
-    def scheduled(self, ids: npt.NDArray[np.int64], counts: npt.NDArray[np.int32]) -> None:
-        """A step computes `counts` [rows] tokens of these requests."""
+    def scheduled(self, ids: npt.NDArray[np.int64], counts: npt.NDArray[np.int32] | int) -> None:
+        """Steps compute `counts` [rows] tokens of these requests, or so many of each."""
         self._scheduled[ids] += counts
 
     def ended(self, request: int, outputs: int) -> None:

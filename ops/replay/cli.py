@@ -28,6 +28,7 @@ from ops.replay.setups import BANDWIDTH_GB_S, COSTS, MODEL, TFLOPS, Pool, setups
 from ops.replay.summary import DEFINITIONS, Objectives, summarise
 from ops.replay.workload import Workload
 from protocol.settings import SettingError
+from runner.config import RunnerConfig
 from scheduler.config import BATCH_NAMES, PRESET_NAMES
 from scheduler.core import CoreScheduler
 from scheduler.costs import NAMED_SHAPES
@@ -96,6 +97,20 @@ def build_parser() -> argparse.ArgumentParser:
         machine.add_argument(
             f"--{flag}", type=positive_int, metavar=unit, help=f"{text} ({number}, or the cost file's)"
         )
+    swap = RunnerConfig()
+    machine.add_argument(
+        "--host-blocks", type=non_negative_int, default=0, metavar="N", help="host blocks for swapped-out KV (none)"
+    )
+    machine.add_argument(
+        "--copy-gb-s", type=positive, metavar="GB_S", help="rate of swaps, whose time is added to their step (no time)"
+    )
+    machine.add_argument(
+        "--kv-block-bytes",
+        type=positive_int,
+        default=swap.sim_kv_bytes_per_block,
+        metavar="BYTES",
+        help="what a swap copies per block",
+    )
 
     load = parser.add_argument_group("load")
     pace = load.add_mutually_exclusive_group()
@@ -138,18 +153,19 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def replay(setup: Setup, workload: Workload, options: argparse.Namespace) -> RunResult:
-    """Run one setup to its end.
+def replay(setup: Setup, workload: Workload, options: argparse.Namespace, *watching: Observer) -> RunResult:
+    """Run one setup to its end, under the eyes of the report and of those `watching`.
 
     Raises Stuck for a scheduler that leaves requests hanging, SettingError for settings that it can't work with or an
     event log that can't be written.
     """
     recorder = Recorder(workload, digest=options.digest)
     with ExitStack() as stack:
-        observer: Observer = recorder
+        observers: list[Observer] = [recorder, *watching]
         if options.events is not None:
             file = stack.enter_context(_opened(options.events))
-            observer = Observers(recorder, EventLog(file, workload))
+            observers.append(EventLog(file, workload))
+        observer = Observers(*observers) if len(observers) > 1 else recorder
         try:
             engine = Engine(setup, workload, observer)
         except ValueError as error:

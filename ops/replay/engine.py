@@ -13,13 +13,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from ops.replay.clock import VirtualClock
 from ops.replay.workload import Workload
+from protocol.columns import u64
 from protocol.messages import Limits, Outputs, Step, StepResult
 from runner.config import RunnerConfig
-from runner.sim import SimulatedExecutor
+from runner.sim import SimulatedExecutor, Span
 from runner.step_costs import StepCost
+from scheduler.coasting import Coasting
 from scheduler.config import SchedulerConfig
 from scheduler.interface import Scheduler
 
@@ -28,7 +32,17 @@ SCHEDULER_EPOCH = 1
 HASH_KEY = b"triptych replay!"
 IDLE_POLL_NS = 10_000_000
 """How soon a scheduler that has requests but nothing in flight is asked again, as its process would."""
+NEVER_NS = 1 << 62
 STUCK_NS = 3_600_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Coast:
+    """Steps one behind the other in which the same rows each decode a token: `ids` [R] in step order, ends [k]."""
+
+    ids: npt.NDArray[np.uint64]
+    begin_ns: int
+    ends_ns: npt.NDArray[np.int64]
 
 
 class Observer(Protocol):
@@ -48,6 +62,14 @@ class Observer(Protocol):
 
     def passed(self, scheduler: Scheduler, now_ns: int) -> None:
         """The scheduler has made a pass; a step that it made is reported after this."""
+
+    def looks_ns(self) -> int:
+        """The steps sent before this time may be reported together, by `coasted`; the others are reported singly."""
+        return 0
+
+    def coasted(self, run: Coast) -> None:
+        """Steps have been sent, have run and are back, and this tells their outputs; who has ended is told after it."""
+        raise TypeError(f"{type(self).__name__} looks at single steps")
 
 
 class Observers(Observer):
@@ -76,6 +98,13 @@ class Observers(Observer):
         for observer in self._observers:
             observer.passed(scheduler, now_ns)
 
+    def looks_ns(self) -> int:
+        return min(observer.looks_ns() for observer in self._observers)
+
+    def coasted(self, run: Coast) -> None:
+        for observer in self._observers:
+            observer.coasted(run)
+
 
 @dataclass(frozen=True, slots=True)
 class Setup:
@@ -95,19 +124,21 @@ class Stuck(RuntimeError):
 class Engine:
     """One run. `run()` goes to the end; `boundaries()` yields at each boundary, for those who look inside."""
 
-    def __init__(self, setup: Setup, workload: Workload, observer: Observer) -> None:
+    def __init__(self, setup: Setup, workload: Workload, observer: Observer, *, coasts: bool = True) -> None:
+        """`coasts`: make steps in which nothing happens many at a time, where scheduler and observer allow it."""
         self.clock = VirtualClock()
         self._send_clock = VirtualClock()
-        self._executor = SimulatedExecutor(
+        self.executor = SimulatedExecutor(
             setup.runner,
             clock_ns=self._send_clock,
             sleep_until_ns=self._send_clock.sleep_until,
             cost=setup.cost,
             ends=workload.ends,
         )
-        self.limits: Limits = self._executor.limits
+        self.limits: Limits = self.executor.limits
         self.scheduler = setup.scheduler_cls(setup.config, self.limits, HASH_KEY, clock=self.clock)
         self.scheduler.epoch = SCHEDULER_EPOCH
+        self._coasting = Coasting.of(self.scheduler) if coasts else None
         self._depth = setup.config.pipeline_depth
         self._workload = workload
         self._observer = observer
@@ -128,9 +159,9 @@ class Engine:
                     progress(ended)
 
     def boundaries(self) -> Iterator[int]:
-        """Replay, yielding the time after each event. A result that is due comes first, then arrivals, then those
-        who leave, then the pass: all of one instant before the next. Whoever came or left before a result was due has
-        been heard before it."""
+        """Replay, yielding the time after each event; several steps made at once are one. A result that is due comes
+        first, then arrivals, then those who leave, then the pass: all of one instant before the next. Whoever came or
+        left before a result was due has been heard before it."""
         scheduler, clock = self.scheduler, self.clock
         while True:
             if self._flights and self._flights[0][0] <= clock.now_ns:
@@ -140,6 +171,9 @@ class Engine:
                 scheduler.update(self._flights.popleft()[1])
                 self._tell()
             self._arrivals(clock.now_ns)
+            if self._coast():
+                yield clock.now_ns
+                continue
             while len(self._flights) < self._depth:
                 step = scheduler.schedule()
                 self._tell()
@@ -150,6 +184,32 @@ class Engine:
             yield clock.now_ns
             if not self._wait():
                 return
+
+    def _coast(self) -> bool:
+        """Make the steps up to the next event at once; false where the next step is none of them."""
+        steady = self._coasting.steady() if self._coasting is not None else None
+        if steady is None:
+            return False
+        begin = self.clock.now_ns
+        span = Span(begin, self._observer.looks_ns(), self._next_outside_ns())
+        seen = self.executor.foresee(steady.ids, steady.first.context, steady.most, span)
+        if seen is None:
+            return False
+        ends = np.array(seen.ends_ns, np.int64)
+        self.clock.now_ns = self._runner_free_ns = seen.ends_ns[-1]
+        assert self._coasting is not None
+        step = self._coasting.coast(steady, seen.tokens, np.diff(ends, prepend=begin).tolist())
+        self.executor.coast(step, seen)
+        self._observer.coasted(Coast(u64(steady.ids), begin, ends))
+        self._tell()
+        return True
+
+    def _next_outside_ns(self) -> int:
+        """When the next one comes or leaves."""
+        times = [self._cancels[0][0]] if self._cancels else []
+        if self._next < len(self._workload.order):
+            times.append(self._workload.rows[self._workload.order[self._next]].at_ns)
+        return min(times, default=NEVER_NS)
 
     def _wait(self) -> bool:
         """Move on to the next event; false when there is none."""
@@ -177,7 +237,7 @@ class Engine:
         assert not orders, "a trace has neither grammars nor KV transfers"
         sent = self.clock.now_ns
         begin = max(sent, self._runner_free_ns)
-        result = self._executor.execute(step, begin)
+        result = self.executor.execute(step, begin)
         end = self._runner_free_ns = self._send_clock.now_ns
         self._flights.append((end, msgspec.structs.replace(result, queue_ns=begin - sent, execute_ns=end - begin)))
         self._observer.stepped(step, sent, begin, end)

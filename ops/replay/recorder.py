@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ops.replay.accounts import TokenAccounts
+from ops.replay.engine import Coast
 from ops.replay.lanes import LaneRecorder
 from ops.replay.workload import Workload
 from protocol.columns import i32, u64
@@ -41,6 +42,21 @@ class Bins:
             sums = self.sums[name] = [0.0] * MOST_BINS
         index = self._at(now_ns)
         self.sums[name][index] += amount
+
+    def coasted(self, run: Coast) -> None:
+        """Add steps that all decode the same rows, and what they put out, each at its end."""
+        ends, rows, done = run.ends_ns, len(run.ids), 0
+        begin, last = run.begin_ns, int(ends[-1])
+        self._at(last)
+        while done < len(ends):
+            now = int(ends[done])
+            border = (now // self.width_ns + 1) * self.width_ns
+            upto = len(ends) if last < border else int(np.searchsorted(ends, border))
+            steps, end = upto - done, int(ends[upto - 1])
+            for name, amount in (("steps", steps), ("busy", end - begin), ("tokens", rows * steps)):
+                self.add(name, now, amount)
+            self.add("outputs", now, rows * steps)
+            begin, done = end, upto
 
     def spread(self, name: str, begin_ns: int, end_ns: int, level: float) -> None:
         """Add a level that held from `begin_ns` to `end_ns`, as level x ns, to all the bins it touches."""
@@ -134,7 +150,32 @@ class Recorder:
         if sent_ns >= self._next_reading_ns:
             self._read(sent_ns)
         if self._crc >= 0:
-            self._digest(ids, counts)
+            self._digest(decision(ids, counts))
+
+    def looks_ns(self) -> int:
+        return self._next_reading_ns
+
+    def coasted(self, run: Coast) -> None:
+        ids, ends = run.ids.astype(np.int64), run.ends_ns
+        steps, rows = len(ends), len(ids)
+        self.busy_ns += int(ends[-1]) - run.begin_ns
+        self.row_steps += rows * steps
+        self.scheduled += rows * steps
+        self.peak_rows = max(self.peak_rows, rows)
+        self.accounts.scheduled(ids, steps)
+        self.bins.coasted(run)
+        self._gaps(ids, int(ends[0]))
+        if steps > 1:
+            between = np.diff(ends)
+            self.columns.max_gap[ids] = np.maximum(self.columns.max_gap[ids], between.max())
+            np.add.at(self.gaps, np.minimum(between // GAP_BIN_NS, GAP_BINS - 1), rows)
+        self.columns.last[ids] = ends[-1]
+        self.lanes.told(ids, int(ends[0]))
+        pairs = decision(ids, 1) if self._crc >= 0 else b""
+        for _ in range(steps):
+            self.steps += 1
+            if pairs:
+                self._digest(pairs)
 
     def told(self, outputs: Outputs, now_ns: int) -> None:
         if outputs.ids:
@@ -171,16 +212,21 @@ class Recorder:
         columns = self.columns
         fresh = positions == 0
         ids_again = ids
-        if fresh.any():
+        if np.count_nonzero(fresh):
             columns.first[ids[fresh]] = now_ns
             ids_again = ids[~fresh]
         if len(ids_again):
-            gaps = now_ns - columns.last[ids_again]
-            columns.max_gap[ids_again] = np.maximum(columns.max_gap[ids_again], gaps)
-            np.add.at(self.gaps, np.minimum(gaps // GAP_BIN_NS, GAP_BINS - 1), 1)
+            self._gaps(ids_again, now_ns)
         columns.last[ids] = now_ns
         self.bins.add("outputs", now_ns, len(ids))
         self.lanes.told(ids, now_ns)
+
+    def _gaps(self, ids: npt.NDArray[np.int64], now_ns: int) -> None:
+        """Each of these has got a token that is not its first."""
+        columns = self.columns
+        gaps = now_ns - columns.last[ids]
+        columns.max_gap[ids] = np.maximum(columns.max_gap[ids], gaps)
+        np.add.at(self.gaps, np.minimum(gaps // GAP_BIN_NS, GAP_BINS - 1), 1)
 
     def _read(self, now_ns: int) -> None:
         """Look at the scheduler's levels; a few times per bin, so that a long run costs no more than a short one."""
@@ -189,6 +235,7 @@ class Recorder:
         if self._scheduler is None:
             return
         stats = self.stats = self._scheduler.refresh_stats()
+        stats.queue_seconds, stats.preemption_counts = [], []  # taken, as metrics would: they grow with the run
         used = 1 - stats.free_blocks / max(stats.usable_blocks, 1)
         self.peak_used, self.peak_waiting = max(self.peak_used, used), max(self.peak_waiting, stats.waiting)
         self._level = {"running": stats.running, "waiting": stats.waiting, "used": used}
@@ -206,10 +253,15 @@ class Recorder:
             self.levels[name] = self.levels.get(name, 0.0) + level * (now_ns - self._since_ns)
         self._since_ns = now_ns
 
-    def _digest(self, ids: npt.NDArray[np.int64], counts: npt.NDArray[np.int32]) -> None:
-        pairs = np.empty((len(counts), 2), "<u4")
-        pairs[:, 0], pairs[:, 1] = ids, counts
-        self._crc = zlib.crc32(pairs.tobytes(), self._crc)
+    def _digest(self, pairs: bytes) -> None:
+        self._crc = zlib.crc32(pairs, self._crc)
         if self.steps in MARKED_STEPS:
             self.decisions[str(self.steps)] = self._crc
         self.decisions["all"] = self._crc
+
+
+def decision(ids: npt.NDArray[np.int64], counts: npt.NDArray[np.int32] | int) -> bytes:
+    """A step as the digest takes it: (request, tokens) of each row, as 32-bit numbers."""
+    pairs = np.empty((len(ids), 2), "<u4")
+    pairs[:, 0], pairs[:, 1] = ids, counts
+    return pairs.tobytes()

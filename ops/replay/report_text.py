@@ -9,7 +9,7 @@ from ops.replay.compare import figure, share
 from ops.replay.result import Percentiles, Report, RunResult
 
 WIDTH = 100
-LABEL = 26
+LABEL = 27
 COLUMN = 18
 
 Cell = Callable[[RunResult], str]
@@ -46,8 +46,7 @@ ROWS: tuple[tuple[str, Cell] | None, ...] = (
     ("  of requests / most", lambda run: f"{run.preempted_requests:,} / {run.max_preemptions}"),
     ("tokens computed", lambda run: f"{run.tokens.scheduled:,}"),
     ("  useful", lambda run: _part(run, run.tokens.prefill + run.tokens.decode)),
-    ("  replayed", lambda run: _part(run, run.tokens.replayed)),
-    ("  wasted", lambda run: _part(run, run.tokens.wasted)),
+    ("  replayed / wasted", lambda run: f"{_part(run, run.tokens.replayed)} / {_part(run, run.tokens.wasted)}"),
     ("prompt from the cache", lambda run: share(run.tokens.cached / run.tokens.prompt if run.tokens.prompt else 0.0)),
     None,
     ("pool mean / peak", lambda run: f"{run.mean_used:.0%} / {run.peak_used:.0%}"),
@@ -129,4 +128,4 @@ def _cut(cell: str) -> str:
 
 def _part(run: RunResult, tokens: int) -> str:
     total = run.tokens.scheduled
-    return f"{tokens:,} ({tokens / total:.1%})" if total else f"{tokens:,}"
+    return f"{tokens / total:.1%}" if total else "-"

@@ -44,7 +44,9 @@ class Tokens(msgspec.Struct, frozen=True):
 
     `prefill` and `decode` are useful: a prompt token not found in the cache, the row of an output behind the first.
     `replayed` were computed before and lost to a preemption. `wasted` ran past an end that was not known yet.
-    `prompt` and `cached` are those of all admitted prompts; `outputs` is what clients were sent.
+    `prompt` and `cached` are those of all admitted prompts; `outputs` is what clients were sent. Requests that were
+    preempted had computed `lost` tokens when they left, of which they had `kept` when they returned, in the cache or on
+    the host.
     """
 
     scheduled: int
@@ -55,6 +57,8 @@ class Tokens(msgspec.Struct, frozen=True):
     prompt: int
     cached: int
     outputs: int
+    lost: int = 0
+    kept: int = 0
 
 
 class Goodput(msgspec.Struct, frozen=True):

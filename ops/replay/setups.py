@@ -103,6 +103,9 @@ def setups_of(options: argparse.Namespace, vocab_size: int) -> list[Setup]:
         sim_eos_token_id=vocab_size - 1,
         sim_seed=options.seed,
         sim_strict=False,
+        sim_host_blocks=options.host_blocks,
+        sim_copy_gb_s=options.copy_gb_s or 0.0,
+        sim_kv_bytes_per_block=options.kv_block_bytes,
     )
     usual: dict[str, Any] = {
         "max_num_seqs": pool.max_num_seqs,

@@ -139,6 +139,8 @@ def summarise(
             prompt=accounts.prompt,
             cached=accounts.cached,
             outputs=outputs,
+            lost=accounts.lost,
+            kept=accounts.kept,
         ),
         steps=recorder.steps,
         mean_step_ms=_over(recorder.busy_ns / 1e6, recorder.steps),

@@ -26,6 +26,10 @@ class Arranged(Fcfs):
         self._uncached: list[int] = []
         self._active = self._active_policy()
 
+    @property
+    def in_force(self) -> str:
+        return self._active
+
     def _active_policy(self) -> str:
         """Every order of this kind gives way to a long queue: the cost of a pass must not grow with it.
 

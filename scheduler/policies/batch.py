@@ -48,7 +48,7 @@ class BatchPolicy(ABC):
         if not self.options.decodes_first:
             return slots
         prefill = self.prefilling(table, slots)
-        if not prefill.any():
+        if not np.count_nonzero(prefill):
             return slots
         return np.concatenate((slots[~prefill], slots[prefill]))
 
@@ -152,6 +152,8 @@ def deal(wanted: Counts, budget: int) -> Counts:
 
     `wanted` int32 [R], non-negative. Returns int32 [R] whose sum is min(budget, sum(wanted)).
     """
+    if int(wanted.sum()) <= budget:
+        return wanted
     before = np.cumsum(wanted) - wanted
     dealt: Counts = np.minimum(wanted, np.maximum(budget - before, 0)).astype(np.int32)
     return dealt

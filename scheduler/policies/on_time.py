@@ -34,18 +34,19 @@ def feasible(jobs: Sequence[Job], start_ns: float, token_ns: float) -> list[bool
     """Which jobs to keep so that as many as possible end in time, one after the other from `start_ns`.
 
     `jobs` are in order of their due times. Whenever the next one would be late, the longest so far is left out
-    (Moore & Hodgson 1968: optimal for one machine). O(n log n).
+    (Moore & Hodgson 1968: optimal for one machine); of equals the one due first, so that those left have more time for
+    what else may come. O(n log n).
     """
     kept = [True] * len(jobs)
     longest: list[tuple[int, int]] = []
     now = start_ns
     for index, job in enumerate(jobs):
-        heapq.heappush(longest, (-job.tokens, -index))
+        heapq.heappush(longest, (-job.tokens, index))
         now += job.tokens * token_ns
         while longest and now > job.due_ns:
             tokens, out = heapq.heappop(longest)
             now += tokens * token_ns
-            kept[-out] = False
+            kept[out] = False
     return kept
 
 

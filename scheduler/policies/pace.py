@@ -10,6 +10,7 @@ T tokens, C tokens attended, R rows; no coefficient is negative.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,36 +34,62 @@ class StepSize:
     rows: int
 
 
+Triple = tuple[float, float, float]
+
+
 class _LeastSquares:
     """Non-negative least squares over three features, older observations fading, pulled slightly towards a prior.
 
     The pull decides where the observations don't: steps of one size say nothing about what a larger one costs more.
+    The sums are plain numbers: for three features that is cheaper than arrays. They are only solved when somebody asks.
     """
 
-    def __init__(self, prior: tuple[float, float, float]) -> None:
+    def __init__(self, prior: Triple) -> None:
         self._prior: npt.NDArray[np.float64] = np.array(prior)
-        self._products: npt.NDArray[np.float64] = np.zeros((3, 3))
-        self._targets: npt.NDArray[np.float64] = np.zeros(3)
-        self._weights: tuple[float, float, float] = prior
+        self._products = (0.0,) * 6
+        """Of the features with each other: the upper triangle."""
+        self._targets: Triple = (0.0, 0.0, 0.0)
+        self._weights: Triple = prior
+        self._due: tuple[tuple[float, ...], Triple] | None = None
+        """The sums by which the next weights go, where they aren't solved yet."""
         self._unsolved = 0
         self.seen = 0
 
-    def learn(self, features: npt.NDArray[np.float64], value: float) -> None:
-        self._products = FORGETTING * self._products + np.outer(features, features)
-        self._targets = FORGETTING * self._targets + features * value
+    def learn(self, features: Triple, value: float) -> None:
+        a, b, c = features
+        aa, ab, ac, bb, bc, cc = self._products
+        x, y, z = self._targets
+        keep = FORGETTING
+        self._products = (
+            keep * aa + a * a,
+            keep * ab + a * b,
+            keep * ac + a * c,
+            keep * bb + b * b,
+            keep * bc + b * c,
+            keep * cc + c * c,
+        )
+        self._targets = (keep * x + a * value, keep * y + b * value, keep * z + c * value)
         self.seen += 1
         self._unsolved += 1
 
-    def weights(self) -> tuple[float, float, float]:
-        """The three coefficients, none of them negative."""
+    def settle(self) -> None:
+        """What a request for the weights settles even if nobody looks at them: by which observations they go."""
         if self._unsolved >= min(SOLVE_EVERY, self.seen):
             self._unsolved = 0
-            self._solve()
+            self._due = self._products, self._targets
+
+    def weights(self) -> Triple:
+        """The three coefficients, none of them negative."""
+        self.settle()
+        if self._due is not None:
+            self._solve(*self._due)
+            self._due = None
         return self._weights
 
-    def _solve(self) -> None:
-        products = self._products + PULL * np.eye(3)
-        targets = self._targets + PULL * self._prior
+    def _solve(self, sums: tuple[float, ...], values: Triple) -> None:
+        aa, ab, ac, bb, bc, cc = sums
+        products = np.array(((aa, ab, ac), (ab, bb, bc), (ac, bc, cc))) + PULL * np.eye(3)
+        targets = np.array(values) + PULL * self._prior
         used = [0, 1, 2]
         while used:
             solved = np.linalg.solve(products[np.ix_(used, used)], targets[used])
@@ -88,11 +115,18 @@ class StepPace:
     def learn(self, size: StepSize, took_ns: int) -> None:
         """A step of this size took so long on the device."""
         if size.tokens - size.rows >= PREFILL_TOKENS:
-            features = np.array((1.0, size.tokens * _TOKENS, size.context * _CONTEXT))
-            self._prefill.learn(features, float(took_ns))
+            self._prefill.learn((1.0, size.tokens * _TOKENS, size.context * _CONTEXT), float(took_ns))
         elif size.tokens == size.rows:
-            features = np.array((1.0, size.context * _CONTEXT, size.rows * _ROWS))
-            self._decodes.learn(features, float(took_ns))
+            self._decodes.learn((1.0, size.context * _CONTEXT, size.rows * _ROWS), float(took_ns))
+
+    def learn_decodes(self, first: StepSize, times_ns: Iterable[int]) -> None:
+        """Steps of decodes alone went by, `first` the size of the first: the same rows throughout, each with one token
+        more in every step. As if each had been predicted, and learned from before the next."""
+        rows, context = first.rows * _ROWS, first.context
+        for took_ns in times_ns:
+            self._decodes.settle()
+            self._decodes.learn((1.0, context * _CONTEXT, rows), float(took_ns))
+            context += first.rows
 
     def predict(self, size: StepSize) -> int:
         """Nanoseconds of a step of this size: the slower of what memory and arithmetic take."""

@@ -8,7 +8,8 @@ who have their own share. Without objectives, and while there is no prefill, thi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain, islice
 
 import numpy as np
 
@@ -35,7 +36,9 @@ class Situation:
     """What a plan is made of. `start_ns`: when this step will begin on the device; `budget`: its tokens at most."""
 
     table: RowTable
+    num_waiting: int
     queue: OnTime | None
+    """Who waits, where the queue's policy is to serve in time."""
     pace: StepPace
     now_ns: int
     start_ns: int
@@ -49,12 +52,12 @@ class Situation:
 @dataclass(slots=True)
 class Plan:
     """A step as it should become: `rows` in order with the most that each may compute (`caps`), then `entrants` with
-    theirs, as far as the tests of admission let them."""
+    theirs, as far as the tests of admission let them. No `entrants`: the queue's own order decides."""
 
     rows: SlotArray
     caps: Counts
     budget: int
-    entrants: list[tuple[Request, int]] = field(default_factory=list)
+    entrants: list[tuple[Request, int]] | None
 
 
 @dataclass(slots=True)
@@ -63,7 +66,6 @@ class _Work:
 
     tokens: int
     due_ns: int
-    arrival: int
     request: Request
     slot: int = -1
     granted: int = 0
@@ -77,10 +79,11 @@ class Paced(Mixed):
     def __init__(self, options: BatchOptions | None = None) -> None:
         super().__init__(options)
         self.tpot_ns = int(self.options.slo_tpot_s * 1e9)
+        self.ttft_ns = int(self.options.slo_ttft_s * 1e9)
 
     @property
     def plans(self) -> bool:
-        return self.tpot_ns > 0 or self.options.slo_ttft_s > 0
+        return self.tpot_ns > 0 or self.ttft_ns > 0
 
     def plan(self, now: Situation) -> Plan | None:
         """The step to build, or None where there is no prefill to fit in."""
@@ -88,24 +91,24 @@ class Paced(Mixed):
         order = table.order
         left = np.minimum(table.target[order], table.final[order]) - table.computed[order]
         prefilling = (left > 1) | (table.target[order] == table.prompt[order])
-        if not prefilling.any() and (now.queue is None or not len(now.queue)):
+        if not (prefilling.any() or now.num_waiting):
             return None
         decodes = order[~prefilling]
         limit_ns = self._step_ns(now, decodes)
-        attended = int(table.computed[decodes].sum()) + len(decodes)
-        room = min(now.budget, self._tokens(now, limit_ns, attended, len(decodes))) - len(decodes)
-        room = max(room, min(LEAST_TOKENS, now.budget - len(decodes)))
-        dealt = _Deal(self, now, order[prefilling], left[prefilling], room, limit_ns)
-        rows, caps = dealt.running()
+        size = now.budget
+        if limit_ns:
+            attended = int(table.computed[decodes].sum()) + len(decodes)
+            size = min(size, now.pace.tokens_within(limit_ns, attended))
+        room = max(size - len(decodes), min(LEAST_TOKENS, now.budget - len(decodes)), 0)
+        deal = _Deal(now, self.ttft_ns, room, limit_ns)
+        deal.run(order[prefilling], left[prefilling])
+        rows, caps = deal.running()
         return Plan(
             rows=np.concatenate((decodes, rows)),
             caps=np.concatenate((np.full(len(decodes), UNLIMITED, np.int32), caps)),
-            budget=len(decodes) + max(room, 0),
-            entrants=dealt.entrants(),
+            budget=len(decodes) + room,
+            entrants=None if now.queue is None else deal.entrants,
         )
-
-    def _tokens(self, now: Situation, limit_ns: float, attended: int, num_decodes: int) -> int:
-        return now.pace.tokens_within(limit_ns, attended) if limit_ns > 0 else now.budget
 
     def _step_ns(self, now: Situation, decodes: SlotArray) -> float:
         """How long this step may take, from the slack of the decode rows that have something to lose; 0: no limit."""
@@ -123,71 +126,83 @@ class Paced(Mixed):
 
 
 class _Deal:
-    """Deals the prefill of one step to rows and waiters."""
+    """Deals the prefill of one step, `room` tokens, to rows and waiters: who was preempted first, then the late their
+    share, then those who can be on time, and what is left again to the late."""
 
-    def __init__(
-        self, policy: Paced, now: Situation, rows: SlotArray, left: Counts, room: int, limit_ns: float
-    ) -> None:
-        self._now, self._room, self._size = now, room, max(room, 1)
+    def __init__(self, now: Situation, ttft_ns: int, room: int, limit_ns: float) -> None:
+        self._now, self._ttft_ns = now, ttft_ns
+        self._room, self._size = room, max(room, 1)
         self._limit_ns = limit_ns
-        queue, ttft_ns = now.queue, int(policy.options.slo_ttft_s * 1e9)
-        late_rows: list[_Work] = []
-        timely: list[_Work] = []
-        resumed: list[_Work] = []
+        self._resumed: list[_Work] = []
+        self._timely: list[_Work] = []
+        self._late: list[_Work] = []
+        self._late_waiters: Iterator[_Work] = iter(())
+        self.entrants: list[tuple[Request, int]] = []
+        """Who may enter, in order, with the tokens of their first chunk at most."""
+
+    def run(self, rows: SlotArray, left: Counts) -> None:
+        """Deal. `rows` are prefilling, `left` [R] is what each has to compute."""
+        self._sort_rows(rows, left)
+        self._rows = [*self._resumed, *self._timely, *self._late]
+        share = self._sort_waiters()
+        self._deal(self._resumed, self._room)
+        self._deal_late(int(share * self._room))
+        kept = self._feasible(share)
+        self._deal([work for work, keep in zip(self._timely, kept, strict=True) if keep], self._room)
+        self._deal_late(self._room)
+        self._deal([work for work, keep in zip(self._timely, kept, strict=True) if not keep], self._room)
+
+    def _sort_rows(self, rows: SlotArray, left: Counts) -> None:
         for slot, tokens in zip(rows.tolist(), left.tolist(), strict=True):
-            request = now.table.request[slot]
+            request = self._now.table.request[slot]
             assert request is not None
-            work = _Work(tokens, request.arrival_ns + ttft_ns, request.arrival, request, slot)
-            if request.num_outputs or request.first_token_ns:
-                resumed.append(work)
-            elif not ttft_ns or work.due_ns > now.now_ns:
-                timely.append(work)
+            work = _Work(tokens, request.arrival_ns + self._ttft_ns, request, slot)
+            if request.first_token_ns:
+                self._resumed.append(work)
+            elif not self._ttft_ns or work.due_ns > self._now.now_ns:
+                self._timely.append(work)
             else:
-                late_rows.append(work)
-        self._rows = [*resumed, *timely, *late_rows]
-        waiting: Iterator[_Work] = iter(())
-        oldest: Request | None = min((w.request for w in late_rows), key=lambda r: r.arrival, default=None)
-        if queue is not None:
-            resumed += [self._waiter(request, 0) for request in queue.resumed()]
-            fresh = queue.fresh(now.now_ns) if ttft_ns else []
-            timely += [self._waiter(request, queue.due_ns(request)) for request in fresh]
-            timely.sort(key=lambda work: work.arrival)
-            late = queue.late(now.now_ns) if ttft_ns else iter(queue)
-            first = next(late, None)
-            if first is not None:
-                oldest = first if oldest is None else min(oldest, first, key=lambda r: r.arrival)
-                waiting = self._late_waiters(first, late)
-        share = queue.late_share.of(oldest, now.now_ns) if queue is not None and oldest is not None else 0.0
-        self._entrants: list[tuple[Request, int]] = []
-        self._deal(resumed, self._room)
-        waiting = self._deal_late(late_rows, waiting, int(share * self._room))
-        kept = self._feasible(timely, share)
-        self._deal([work for work, keep in zip(timely, kept, strict=True) if keep], self._room)
-        waiting = self._deal_late(late_rows, waiting, self._room)
-        self._deal([work for work, keep in zip(timely, kept, strict=True) if not keep], self._room)
+                self._late.append(work)
 
-    def _waiter(self, request: Request, due_ns: int) -> _Work:
-        return _Work(max(1, request.num_tokens - self._now.matched(request)), due_ns, request.arrival, request)
+    def _sort_waiters(self) -> float:
+        """Adds those who wait. Returns the share of the late."""
+        queue, now_ns = self._now.queue, self._now.now_ns
+        if queue is None:
+            return 0.0
+        self._resumed += [self._waiter(request) for request in queue.resumed()]
+        self._timely += [self._waiter(request) for request in queue.fresh(now_ns)]
+        self._timely.sort(key=lambda work: work.request.arrival)
+        late = queue.late(now_ns)
+        first = next(late, None)
+        if first is not None:
+            self._late_waiters = self._with_slots(first, late)
+        oldest = min((work.request for work in self._late), key=lambda request: request.arrival, default=first)
+        if first is not None and oldest is not None and first.arrival < oldest.arrival:
+            oldest = first
+        return queue.late_share.of(oldest, now_ns) if oldest is not None else 0.0
 
-    def _late_waiters(self, first: Request, others: Iterator[Request]) -> Iterator[_Work]:
+    def _waiter(self, request: Request) -> _Work:
+        tokens = max(1, request.num_tokens - self._now.matched(request))
+        return _Work(tokens, request.arrival_ns + self._ttft_ns, request)
+
+    def _with_slots(self, first: Request, others: Iterator[Request]) -> Iterator[_Work]:
         """The late who may enter, oldest first: they leave slots to those who may come on time."""
         table = self._now.table
-        spare = len(table) - int(table.limit * (1 - SPARE_SLOTS))
-        if spare >= 0 and len(table):
-            return
-        yield self._waiter(first, 0)
-        for request, _ in zip(others, range(-spare - 1), strict=False):
-            yield self._waiter(request, 0)
+        most = int(table.limit * (1 - SPARE_SLOTS)) if self._ttft_ns else table.limit
+        most = max(most - len(table), 0 if len(table) else 1)
+        for request in islice(chain((first,), others), most):
+            yield self._waiter(request)
 
-    def _feasible(self, timely: list[_Work], share: float) -> list[bool]:
-        if not timely or not timely[0].due_ns:
-            return [True] * len(timely)
+    def _feasible(self, share: float) -> list[bool]:
+        """Which of the timely to keep, at the pace that steps like this one leave to them."""
+        if not self._ttft_ns:
+            return [True] * len(self._timely)
         now = self._now
         per_step = max(1.0, self._size * (1.0 - share))
         step_ns = self._limit_ns or float(now.pace.predict(StepSize(self._size + 1, 0, 1)))
         jobs = [
             Job(int(now.now_ns + (work.due_ns - now.now_ns) * TTFT_MARGIN), work.tokens - work.granted)
-            for work in timely
+            for work in self._timely
         ]
         return feasible(jobs, now.start_ns, step_ns / per_step)
 
@@ -200,21 +215,23 @@ class _Deal:
                 given += self._give(work, count)
         return given
 
-    def _deal_late(self, rows: list[_Work], waiting: Iterator[_Work], most: int) -> Iterator[_Work]:
-        """The late: those that run first, then those who wait, oldest first. Returns those who are left."""
-        most -= self._deal(rows, most)
+    def _deal_late(self, most: int) -> None:
+        """The late: first those that run, then those who wait, oldest first. One that lacks blocks holds up the rest."""
+        most -= self._deal(self._late, most)
         while most > 0 and self._room > 0:
-            work = next(waiting, None)
-            if work is None or not self._now.fits(work.request):
-                break
+            work = next(self._late_waiters, None)
+            if work is None:
+                return
+            if not self._now.fits(work.request):
+                self._late_waiters = iter(())
+                return
             most -= self._give(work, min(work.tokens, most, self._room))
-        return waiting
 
     def _give(self, work: _Work, count: int) -> int:
         work.granted += count
         self._room -= count
         if work.slot < 0:
-            self._entrants.append((work.request, count))
+            self.entrants.append((work.request, count))
         return count
 
     def running(self) -> tuple[SlotArray, Counts]:
@@ -222,7 +239,3 @@ class _Deal:
         chosen = [work for work in self._rows if work.granted]
         slots = np.array([work.slot for work in chosen], np.intp)
         return slots, np.array([work.granted for work in chosen], np.int32)
-
-    def entrants(self) -> list[tuple[Request, int]]:
-        """Who may enter, in order, with the tokens of their first chunk at most."""
-        return self._entrants

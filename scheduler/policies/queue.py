@@ -69,6 +69,11 @@ class QueuePolicy(ABC):
     def __init__(self, options: QueueOptions | None = None) -> None:
         self.options = options or QueueOptions()
 
+    @property
+    def in_force(self) -> str:
+        """The name of the order by which it goes now: its own, or what that has given way to."""
+        return self.name
+
     @abstractmethod
     def push(self, request: Request) -> None:
         """Add a request that has arrived."""

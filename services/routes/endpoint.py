@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
@@ -11,7 +10,6 @@ from starlette.types import Receive, Scope, Send
 
 from protocol.messages import Limits, SamplingParams
 from services import schema
-from services.bodies import ClientGone
 from services.choice import TextOptions
 from services.errors import invalid, unavailable
 from services.formats import Head
@@ -46,10 +44,6 @@ class GenerationEndpoint(ABC, Generic[R]):
             try:
                 job = await self._job(body, call)
                 await Generator(state, call, job).run(receive, send)
-            except asyncio.CancelledError:
-                if call.disconnected:  # housekeeping gave up a client that doesn't read
-                    raise ClientGone from None
-                raise
             finally:
                 state.engine.release(call)
                 if state.recording is not None:

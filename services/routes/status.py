@@ -15,7 +15,7 @@ from services.state import ApiState
 
 
 class StatusRoutes:
-    """Handlers that answer from what is known, without asking anyone."""
+    """Handlers that answer from what is known here; only `load` asks other API processes."""
 
     def __init__(self, state: ApiState) -> None:
         self.state = state
@@ -46,11 +46,13 @@ class StatusRoutes:
         return _json({"version": version, "protocol": wire.PROTOCOL_VERSION, "schema": wire.SCHEMA_DIGEST})
 
     async def load(self, request: Request) -> Response:
-        """How much is going on, here and in the scheduler."""
-        engine, status = self.state.engine, self.state.engine.chain.status
+        """How much is going on in all API processes behind this port, in each of them if several, and the scheduler."""
+        live = await self.state.neighbours.live(self.state.engine.num_live())
+        status = self.state.engine.chain.status
         return _json(
             {
-                "server_load": engine.num_live(),
+                "server_load": sum(live.values()),
+                "by_process": {str(number): count for number, count in live.items() if number},
                 "running": status.running if status else None,
                 "waiting": status.waiting if status else None,
                 "kv_usage": status.kv_usage if status else None,

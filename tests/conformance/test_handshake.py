@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from protocol import wire
+from protocol.channels import new_instance
 from protocol.columns import pack_i32, pack_u64
 from protocol.messages import Abort, Goodbye, Hello, Refused, SamplingParams, Submit, Welcome
 from tests.conformance.chain import Chain
@@ -14,7 +15,7 @@ from tests.conformance.judge import Asked
 
 
 def hello(role: str = "api", version: int = wire.PROTOCOL_VERSION, digest: str = wire.SCHEMA_DIGEST) -> Hello:
-    return Hello(role, version, digest, "5" * 16)
+    return Hello(role, version, digest, new_instance())
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from protocol import wire
+from protocol.channels import new_instance
 from protocol.columns import pack_i32, pack_u64
 from protocol.messages import (
     Abort,
@@ -142,7 +143,7 @@ def test_garbage_from_the_runner_changes_nothing(chain: Chain) -> None:
 def test_a_replayed_frame_is_dropped(chain: Chain) -> None:
     _, api = chain.begin(limits())
     stranger = chain.stranger()
-    stranger.send(Hello("api", wire.PROTOCOL_VERSION, wire.SCHEMA_DIGEST, "6" * 16), session=1)
+    stranger.send(Hello("api", wire.PROTOCOL_VERSION, wire.SCHEMA_DIGEST, new_instance()), session=1)
     chain.until(lambda: stranger.of(Welcome), "a welcome")
     bad = Submit(5, b"", SamplingParams(4))
     for _ in range(3):

@@ -176,16 +176,36 @@ def test_bad_frames_are_counted_answered_and_end_nothing(ends: Ends) -> None:
     assert of_kind(ends.at_client, Refused)[0].code == wire.BAD_FRAME
 
 
-def test_a_lost_frame_is_seen_and_a_repeated_one_is_dropped(ends: Ends) -> None:
+def test_a_repeated_frame_is_dropped(ends: Ends) -> None:
     ends.connect()
-    session = ends.client._session
     codec: wire.Codec[Any] = wire.Codec(SchedulerToApi)
-    first = codec.encode(Abort(b"\1" * 8), session, 50)
-    ends.client.socket.send(first)
-    ends.client.socket.send(first)
+    frame = codec.encode(Abort(b"\1" * 8), ends.client._session, 0)
+    ends.client.socket.send(frame)
+    ends.client.socket.send(frame)
     ends.until(lambda: ends.server.stats.stale_frames == 1, "the repeat")
-    assert ends.server.stats.lost_frames > 0
+    assert ends.server.stats.lost_frames == 0
     assert len([m for _, m in ends.at_server if isinstance(m, Abort)]) == 1
+
+
+def test_a_frame_that_the_client_lost_ends_the_session_and_the_next_one_begins(ends: Ends) -> None:
+    identity = ends.connect()
+    ends.server._sessions[identity].sent += 3
+    ends.server.send(identity, Outputs(1, 2))
+    ends.until(lambda: ends.client.stats.lost_frames == 3, "the gap")
+    assert not of_kind(ends.at_client, Outputs)
+    ends.until(lambda: ends.client.connected, "another session")
+
+
+def test_what_follows_a_frame_that_the_server_lost_is_refused_until_the_next_session(ends: Ends) -> None:
+    ends.connect()
+    ends.client._sent += 3
+    ends.client.send(Abort(b"\1" * 8))
+    ends.client.send(Abort(b"\2" * 8))
+    ends.until(lambda: ends.server.stats.lost_frames == 3 and not ends.client.connected, "the refusal")
+    ends.until(lambda: ends.client.connected, "another session")
+    assert not [m for _, m in ends.at_server if isinstance(m, Abort)]
+    ends.client.send(Abort(b"\3" * 8))
+    ends.until(lambda: [m for _, m in ends.at_server if isinstance(m, Abort)], "an abort in the new session")
 
 
 def test_a_send_to_nobody_raises_and_is_not_forgotten_silently(ends: Ends) -> None:

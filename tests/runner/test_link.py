@@ -242,7 +242,7 @@ def test_a_takeover_fences_the_holder_and_its_steps_no_longer_count(runtime_dir:
         assert runner.link.stats.stale_steps == 1 and runner.link.stats.fenced == 1
 
 
-def test_the_running_step_ends_queued_ones_are_discarded_then_comes_the_welcome(
+def test_a_takeover_waits_for_the_steps_that_were_sent_and_their_results_reach_their_sender(
     runtime_dir: Path, connect: Connect
 ) -> None:
     gate = Gate()
@@ -255,14 +255,39 @@ def test_the_running_step_ends_queued_ones_are_discarded_then_comes_the_welcome(
         taker = connect(runner, takeover=True)
         while runner.link.stats.fenced == 0:
             taker.pump()
+        old.channel.send(step(3, {1: 1}, epoch=epoch))
+        while runner.link.stats.stale_steps == 0:
+            old.pump()
         assert not taker.channel.connected  # no Welcome while a step of the old epoch runs
-        gate.open.release()
+        gate.open.release(2)
         welcome = taker.welcome()
+        assert [old.result().step_id, old.result().step_id] == [1, 2]
+        assert old.wait_for(Goodbye).code == "fenced"
         taker.channel.send(arrival(7, welcome.epoch, request=9))
         gate.open.release()
         assert tokens_of(taker.result()).keys() == {9}
-        assert gate.log == ["clear", 1, "clear", 7]
-        assert runner.link.stats.stale_steps == 1 and runner.link.stats.unsent_results == 1
+        assert gate.log == ["clear", 1, 2, "clear", 7]
+        assert runner.link.stats.unsent_results == 0
+
+
+def test_a_holder_that_dies_while_a_takeover_waits_makes_way_at_once(runtime_dir: Path, connect: Connect) -> None:
+    gate = Gate()
+    with running(gate, runtime_dir) as runner:
+        old = connect(runner)
+        epoch = old.welcome().epoch
+        old.channel.send(arrival(1, epoch))
+        old.channel.send(step(2, {1: 1}, epoch=epoch))
+        assert gate.entered.acquire(timeout=DEADLINE_S)
+        taker = connect(runner, takeover=True)
+        while runner.link.stats.fenced == 0:
+            taker.pump()
+        before = runner.link.generation
+        old.close()
+        while runner.link.generation == before:
+            taker.pump()
+        gate.open.release()
+        taker.welcome()
+        assert gate.log == ["clear", 1, "clear"], "the queued step of a dead scheduler is not run"
 
 
 def test_the_same_process_may_shake_hands_again_without_a_takeover(runtime_dir: Path, connect: Connect) -> None:

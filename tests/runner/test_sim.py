@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -331,3 +332,22 @@ def test_settings_that_leave_no_ids_are_refused() -> None:
     with pytest.raises(SettingError, match="sim_first_token_id"):
         RunnerConfig(backend="sim", sim_vocab_size=10, sim_first_token_id=9)
     assert GREEDY.temperature == 0
+
+
+def test_a_step_that_computes_the_poisonous_token_fails_and_others_run() -> None:
+    executor = sim(sim_poison_token=77)
+    both = [new(1, [5, 6, 77, 8], [1]), new(2, [1, 2, 3], [2])]
+    first = executor.execute(step(1, {1: 2, 2: 3}, arrivals=both), 0)
+    assert set(tokens_of(first)) == {2}
+    failed = executor.execute(step(2, {1: 2, 2: 1}), 0).failure
+    assert failed is not None and failed.code == "device_error" and "77" in failed.message
+    assert tokens_of(executor.execute(step(3, {2: 3}, arrivals=[new(2, [1, 2, 3], [2])]), 0))
+
+
+def test_a_poisonous_token_can_kill_the_process() -> None:
+    code = (
+        "from tests.runner.kit import new, sim, step\n"
+        "executor = sim(sim_poison_token=77, sim_poison_fault='kill')\n"
+        "executor.execute(step(1, {1: 2}, arrivals=[new(1, [5, 77], [1])]), 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == -signal.SIGKILL

@@ -12,7 +12,7 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from protocol import wire
-from protocol.channels import ClientChannel, PeerGone, ServerChannel
+from protocol.channels import ClientChannel, PeerGone, ServerChannel, new_instance
 from protocol.columns import i32, pack_i32, pack_u64, u64
 from protocol.messages import (
     Abort,
@@ -88,7 +88,7 @@ class ApiEnd:
         self.status: SchedulerStatus | None = None
         self.welcomes: list[Welcome] = []
         self.goodbyes: list[Goodbye] = []
-        hello = Hello("api", wire.PROTOCOL_VERSION, wire.SCHEMA_DIGEST, "a" * 16)
+        hello = Hello("api", wire.PROTOCOL_VERSION, wire.SCHEMA_DIGEST, new_instance())
         self.channel: ClientChannel[Any] = ClientChannel(
             context, f"ipc://{directory}/scheduler.sock", SchedulerToApi, lambda: hello
         )
@@ -147,8 +147,10 @@ class Chain:
 
     def _run(self, process: SchedulerProcess, stop: StopSignal) -> None:
         with stop:
-            self.code = process.run(stop)
-        process.close()
+            try:
+                self.code = process.run(stop)
+            finally:
+                process.close()  # else the context would wait for its sockets for ever
 
     def stop(self) -> int | None:
         if self._stop is not None and self._thread is not None:

@@ -69,6 +69,8 @@ class FakeRunner:
         self.scheduled: list[dict[int, int]] = []
         self.void: set[int] = set()
         self.void_pages: set[int] = set()
+        self.fault: Callable[[dict[int, int]], str] = lambda counts: ""
+        """The code with which a step of these rows (id -> tokens) fails; empty if it doesn't."""
 
     def execute(self, step: Step, failure: str = "") -> StepResult:
         """Run a step. With `failure` it fails: nothing is copied or written, and its requests are void until they
@@ -83,6 +85,7 @@ class FakeRunner:
             swapped_in = set(i32(step.swap_in).tolist()[::2])
             if self.void_pages.intersection(counted_on) - swapped_in:
                 failure = failure or "voided_page"
+        failure = failure or self.fault(self._to_compute(step))
         if failure:
             return self._fail(step, failure)
         out, back = i32(step.swap_out).tolist(), i32(step.swap_in).tolist()
@@ -117,6 +120,11 @@ class FakeRunner:
             written = None not in self.content[block] or block in self.void_pages
             assert written, f"block {block} is called full and is not"
         return self._sample(step, ids, counts)
+
+    def _to_compute(self, step: Step) -> dict[int, int]:
+        arrived = {new.id for new in step.new}
+        counts = zip(u64(step.ids).tolist(), i32(step.num_tokens).tolist(), strict=True)
+        return {i: count for i, count in counts if i in arrived or i not in self.void}
 
     def _fail(self, step: Step, code: str) -> StepResult:
         ids = u64(step.ids).tolist()

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from protocol.messages import RequestStatus
-from scheduler.config import BATCH_NAMES, QUEUE_NAMES
+from scheduler.config import BATCH_NAMES, QUEUE_NAMES, SchedulerConfig
+from tests.conformance.newest_first import NewestFirst
 from tests.scheduler.isolated import Isolated, limits, solo_tokens
 
 S = RequestStatus
@@ -142,6 +143,14 @@ def test_a_change_leaves_what_other_strategies_have_learned() -> None:
     isolated.drain()
 
 
+def test_a_subclass_keeps_its_own_choice_when_a_setting_changes() -> None:
+    core = NewestFirst(SchedulerConfig(), limits(64), b"k" * 16, clock=lambda: 0)
+    queue = core.strategies.queue
+    core.adopt(SchedulerConfig(watermark=0.05))
+    assert core.strategies.queue is core.waiting.queue is queue
+    assert queue.name == "newest-first"
+
+
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
@@ -268,3 +277,32 @@ def test_a_full_queue_answers_503_and_a_more_urgent_arrival_displaces_the_least_
     assert isolated.status(3) == S.ERROR and isolated.finished[3].code == "displaced"
     isolated.drain()
     assert {i for i in isolated.finished if isolated.status(i) == S.LENGTH} == {1, 2, 5}
+
+
+def test_sessions_that_wait_for_their_client_and_preempted_requests_take_no_place_in_the_bounded_queue() -> None:
+    isolated = Isolated(64, max_num_queued_reqs=2, max_num_seqs=4)
+    isolated.add(1, 20, open=True)
+    isolated.add(2, 20, open=True)
+    for _ in range(3):
+        isolated.step()
+    isolated.add(3, 20, max_tokens=9)
+    assert 3 not in isolated.rejected
+    isolated.step()
+    isolated.preempt(3)
+    isolated.add(4, 20)
+    isolated.add(5, 20)
+    isolated.add(6, 20)
+    assert sorted(isolated.rejected) == [6]
+    isolated.extend(1, [], last=True)
+    isolated.extend(2, [], last=True)
+    isolated.drain()
+
+
+def test_a_parked_waiter_is_displaced_like_one_in_the_queue() -> None:
+    isolated = Isolated(64, queue_policy="priority", max_num_queued_reqs=1, max_num_seqs=1)
+    isolated.add(1, 20, max_tokens=9)
+    isolated.step()
+    isolated.add(2, 20, priority=9, grammar="json_schema:{}")
+    isolated.add(3, 20, priority=0)
+    assert isolated.finished[2].code == "displaced" and 3 not in isolated.rejected
+    isolated.drain()

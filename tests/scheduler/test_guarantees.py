@@ -87,8 +87,7 @@ class History:
             delay=delay,
             sample=sample_with_ends,
             limit=limits(usable, host_blocks=host_blocks, kv_bytes_per_block=1024),
-            max_step_failures=1000,
-            **config,
+            **{"max_step_failures": 1000, **config},
         )
         self.core = self.isolated.core
         self.capacity = usable * 16
@@ -250,7 +249,7 @@ def test_every_stream_equals_its_undisturbed_twin_and_everything_ends_within_the
     host_blocks=st.sampled_from([0, 20]),
     delay=st.integers(0, 3),
 )
-def test_a_guarded_preset_preempts_nobody_more_often_than_its_bound_and_once_for_each_other_request(
+def test_a_guarded_preset_preempts_nobody_more_often_than_its_bound(
     preset: str,
     load: list[tuple[int, int]],
     usable: int,
@@ -265,7 +264,7 @@ def test_a_guarded_preset_preempts_nobody_more_often_than_its_bound_and_once_for
         past.play(("add", length, outputs, 0, 0, "plain"))
     past.drain(past.bound())
     past.compare()
-    assert max(end.num_preemptions for end in past.isolated.finished.values()) <= most + len(load) - 1
+    assert max(end.num_preemptions for end in past.isolated.finished.values()) <= most
 
 
 @history
@@ -304,7 +303,7 @@ def test_salts_never_share_and_a_hit_is_contiguous_and_leaves_a_token(first: int
 @given(
     others=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), min_size=1, max_size=4),
     delay=st.integers(0, 3),
-    meddling=st.lists(st.sampled_from(["duplicate", "swap order", "stale epoch", "abort", "nothing"]), min_size=8),
+    meddling=st.lists(st.sampled_from(["duplicate", "stale epoch", "abort", "nothing"]), min_size=8),
 )
 def test_late_repeated_and_reordered_results_and_aborts_never_change_another_request(
     others: list[tuple[int, int]], delay: int, meddling: list[str]

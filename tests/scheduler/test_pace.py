@@ -61,3 +61,21 @@ def test_before_any_step_it_has_an_opinion_and_gives_no_negative_tokens() -> Non
     pace = StepPace()
     assert pace.tokens_within(50e6, 0) > 0
     assert pace.tokens_within(1e6, 10_000_000) == 0
+
+
+@pytest.mark.parametrize("steps", [1, 7, 8, 9, 40])
+@pytest.mark.parametrize("seen", [0, 3, 50])
+def test_a_run_of_decodes_teaches_what_its_steps_teach_one_by_one(seen: int, steps: int) -> None:
+    one_by_one, at_once = taught(LinearCost(), seen), taught(LinearCost(), seen)
+    sizes = [StepSize(5, 4_000 + 5 * step, 5) for step in range(steps)]
+    times_ns = [LinearCost().step_ns(size.tokens, size.context, size.rows) for size in sizes]
+    for size, took_ns in zip(sizes, times_ns, strict=True):
+        one_by_one.predict(size)
+        one_by_one.learn(size, took_ns)
+    at_once.learn_decodes(sizes[0], times_ns)
+    for step in range(12):  # so that the sums are solved again, more than once
+        size = StepSize(6, 9_000 + step, 6)
+        assert at_once.predict(size) == one_by_one.predict(size)
+        assert at_once.tokens_within(2e8, size.context) == one_by_one.tokens_within(2e8, size.context)
+        for pace in (one_by_one, at_once):
+            pace.learn(size, 6_000_000 + step)

@@ -167,3 +167,14 @@ def test_what_idle_sessions_hold_is_not_promised_to_others() -> None:
     isolated.extend(1, [], last=True)
     isolated.drain()
     assert isolated.core.stats.preemptions == 0
+
+
+def test_the_clip_of_outputs_is_a_setting_that_is_heeded() -> None:
+    """20 blocks, 320 tokens. 16 + 0.7·200 for the first leave no room for 16 + 200; clipped at 32 they do."""
+    for clip, running in ((4096, [1]), (32, [1, 2])):
+        isolated = Isolated(20, admission_policy="predictive", clip_max_new_tokens=clip)
+        isolated.add(1, 16, max_tokens=200)
+        isolated.add(2, 16, max_tokens=200)
+        isolated.step()
+        assert isolated.running() == running
+        isolated.drain()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from protocol.columns import i32, pack_i32, u64
-from protocol.messages import RequestStatus, SamplingParams, StepResult, Submit
+from protocol.messages import Outputs, RequestStatus, SamplingParams, StepResult, Submit
 from runner.config import RunnerConfig
 from runner.model_executor import ModelExecutor, load_executor
 from scheduler.config import SchedulerConfig
@@ -62,6 +62,7 @@ class Chain:
         )
         self.core.epoch = 1
         self.depth = depth
+        self.may_fail = False
         self.pending: deque[StepResult] = deque()
         self.tokens: dict[int, list[int]] = {}
         self.finished: set[int] = set()
@@ -76,7 +77,7 @@ class Chain:
         step = self.core.schedule()
         if step is not None:
             result = self.executor.execute(step, 0)
-            assert result.failure is None, result.failure
+            assert self.may_fail or result.failure is None, result.failure
             self.pending.append(result)
         if self.pending and (len(self.pending) >= self.depth or step is None):
             self.core.update(self.pending.popleft())
@@ -170,3 +171,64 @@ def test_a_pool_that_is_too_small_for_all_changes_nothing(
         chain.add(request_id)
     assert chain.drain() == undisturbed
     assert chain.core.stats.preemptions > 0
+
+
+class Poisoned:
+    """A decoder whose steps fail, after they have written to their pages, if they compute a certain token."""
+
+    def __init__(self, decoder: Any, token: int, error: Exception) -> None:
+        self._decoder, self._token, self._error = decoder, token, error
+        self.logits = decoder.logits
+
+    def forward(self, token_ids: torch.Tensor, *others: Any) -> torch.Tensor:
+        hidden: torch.Tensor = self._decoder.forward(token_ids, *others)
+        if bool((token_ids == self._token).any()):
+            raise self._error
+        return hidden
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RuntimeError("the kernel gave up"), "internal_error"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out_of_memory"),
+        (torch.OutOfMemoryError("no memory"), "out_of_memory"),
+        (MemoryError(), "out_of_memory"),
+        (torch.AcceleratorError("illegal access"), "device_error"),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_request_that_makes_steps_fail_ends_alone_and_the_others_say_the_same(
+    executor: ModelExecutor,
+    undisturbed: dict[int, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    code: str,
+    depth: int,
+) -> None:
+    poison = 40_000
+    monkeypatch.setattr(executor, "_decoder", Poisoned(executor._decoder, poison, error))
+    chain = Chain(executor, depth)
+    chain.may_fail = True
+    for request_id in PROMPTS:
+        chain.add(request_id)
+    for _ in range(3):
+        chain.step()
+    params = SamplingParams(OUTPUTS, ignore_eos=True, temperature=0.0)
+    chain.core.add(0, Submit(9, pack_i32([*PROMPTS[2][:18], poison]), params))
+    ends: list[Any] = []
+    monkeypatch.setattr(chain.core, "take_outputs", keeping(chain.core.take_outputs, ends))
+    assert chain.drain() == undisturbed
+    assert [(end.id, end.code) for end in ends if end.status == RequestStatus.ERROR] == [(9, code)]
+
+
+def keeping(take: Callable[[], list[tuple[int, Outputs]]], ends: list[Any]) -> Callable[[], list[tuple[int, Outputs]]]:
+    """`take`, with the ends among what it returns kept in `ends`."""
+
+    def taken() -> list[tuple[int, Outputs]]:
+        found = take()
+        ends.extend(end for _, outputs in found for end in outputs.finished)
+        return found
+
+    return taken

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from protocol.columns import i32
-from protocol.messages import Step
+from protocol.messages import RequestStatus, Step
 from scheduler.policies.recovery import Auto, HostPool, Loss, MeasuredRates
 from tests.scheduler.isolated import Isolated, limits, solo_tokens
 
@@ -227,3 +227,48 @@ def test_rates_come_from_steps_that_are_mostly_prefill_and_from_steps_that_copy(
     isolated.collect()
     isolated.drain()
     assert isolated.tokens[1] == solo_tokens(1, 512, 9)
+
+
+def test_the_age_bound_holds_for_swapped_requests_in_a_queue_by_priority() -> None:
+    isolated = Isolated(
+        64,
+        queue_policy="priority",
+        max_num_seqs=1,
+        recovery_policy="swap",
+        limit=limits(64, host_blocks=64),
+        max_queue_age_s=0.05,
+    )
+    isolated.add(1, 20, max_tokens=20, priority=100)
+    for _ in range(5):
+        isolated.step()
+    isolated.add(2, 8, max_tokens=2, priority=95)
+    isolated.preempt(1)
+    assert isolated.request(1).host_blocks
+    for urgent in range(10, 200, 2):
+        isolated.add(urgent, 8, max_tokens=2, priority=95)
+        isolated.add(urgent + 1, 8, max_tokens=2, priority=95)
+        isolated.step()
+        if isolated.request(1).status == RequestStatus.RUNNING:
+            break
+    assert isolated.request(1).status == RequestStatus.RUNNING
+    assert isolated.now - isolated.request(1).queued_ns <= 70_000_000
+    isolated.drain()
+
+
+def test_the_age_of_a_swapped_request_counts_from_its_swap() -> None:
+    isolated = Isolated(
+        64,
+        queue_policy="priority",
+        max_num_seqs=1,
+        recovery_policy="swap",
+        limit=limits(64, host_blocks=64),
+        max_queue_age_s=0.05,
+    )
+    isolated.add(1, 20, max_tokens=200, priority=100)
+    for _ in range(80):
+        isolated.step()
+    isolated.preempt(1)
+    isolated.add(2, 8, max_tokens=2, priority=95)
+    isolated.step()
+    assert isolated.running() == [2]
+    isolated.drain()

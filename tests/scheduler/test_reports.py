@@ -92,8 +92,10 @@ def test_a_change_of_order_is_one_line_in_the_log_and_one_in_the_counter(caplog:
             isolated.add(request_id, 20, max_tokens=3)
         isolated.step()
         assert len(lines(caplog, "queue order changed")) == 1, "eight wait, three are allowed"
+        assert "fcfs from now on" in lines(caplog, "queue order changed")[0]
         isolated.drain()
     assert len(lines(caplog, "queue order changed")) == 2, "and back"
+    assert "lpm from now on" in lines(caplog, "queue order changed")[1]
     metrics.sync(isolated.core.refresh_stats(), 0, {})
     assert registry.get_sample_value("triptych_scheduler_queue_order_flips_total") == 2
 

@@ -158,3 +158,54 @@ def test_all_the_same_under_swap() -> None:
     assert isolated.running() == [1, 4]
     isolated.drain()
     assert isolated.tokens == {i: solo_tokens(i, 60, 100) for i in (1, 2, 3)} | {4: solo_tokens(4, 100, 3)}
+
+
+@pytest.mark.parametrize("recovery", ["recompute", "swap"])
+def test_urgent_arrivals_spare_who_has_been_a_victim_often_enough(recovery: str) -> None:
+    isolated = Isolated(
+        64,
+        queue_policy="priority",
+        max_num_seqs=1,
+        max_preemptions=3,
+        recovery_policy=recovery,
+        limit=limits(64, host_blocks=64),
+    )
+    isolated.add(1, 20, max_tokens=60, priority=100)
+    for urgent in range(2, 22):
+        for _ in range(5):
+            isolated.step()
+        isolated.add(urgent, 8, max_tokens=2, priority=0)
+    isolated.drain()
+    assert isolated.finished[1].num_preemptions == 3
+    assert isolated.tokens[1] == solo_tokens(1, 20, 60)
+
+
+def test_a_spared_head_that_could_not_stay_to_its_end_pushes_nobody_out() -> None:
+    isolated = Isolated(10, queue_policy="priority", max_num_seqs=2, max_preemptions=1)
+    isolated.add(1, 20, max_tokens=100, priority=0)
+    isolated.add(2, 20, max_tokens=60, priority=50)
+    isolated.step()
+    for request in isolated.core.table.requests():
+        request.num_preemptions = 1
+    isolated.preempt(1)
+    isolated.add(3, 20, max_tokens=2, priority=50)
+    isolated.step()
+    assert isolated.running() == [2, 3] and isolated.core.stats.preemptions == 1
+    isolated.drain()
+    assert isolated.tokens[1] == solo_tokens(1, 20, 100)
+    assert isolated.core.stats.preemptions == 1
+
+
+def test_making_way_for_an_urgent_arrival_is_no_retraction() -> None:
+    isolated = Isolated(64, queue_policy="priority", admission_policy="predictive", max_num_seqs=2)
+    isolated.add(1, 20, max_tokens=100, priority=50)
+    isolated.add(2, 20, max_tokens=100, priority=50)
+    for _ in range(30):
+        isolated.step()
+    before = isolated.core.strategies.admission.ratio
+    isolated.add(3, 20, max_tokens=2, priority=0)
+    isolated.step()
+    after = isolated.core.strategies.admission.ratio
+    assert isolated.core.stats.preemptions == 1
+    assert before is not None and after is not None and after <= before
+    isolated.drain()

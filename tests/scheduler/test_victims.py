@@ -8,7 +8,7 @@ from protocol.messages import SamplingParams
 from scheduler.blocks import BlockPool
 from scheduler.policies.victim import VICTIM_POLICIES
 from scheduler.request import Request
-from tests.scheduler.isolated import Isolated, solo_tokens
+from tests.scheduler.isolated import Isolated, limits, solo_tokens
 
 
 def candidate(
@@ -122,3 +122,48 @@ def test_a_queue_by_priority_evicts_by_priority_unless_told_otherwise() -> None:
         isolated.step()
         assert isolated.core.choose_victim().id == victim
         isolated.drain()
+
+
+def test_least_progress_counts_outputs_that_only_the_table_holds() -> None:
+    isolated = Isolated(64, victim_policy="least-progress")
+    isolated.add(1, 20, max_tokens=30)
+    for _ in range(10):
+        isolated.step()
+    isolated.add(2, 4, max_tokens=30)
+    isolated.step()
+    isolated.step()
+    assert {i: len(stream) for i, stream in isolated.tokens.items()} == {1: 12, 2: 2}
+    assert isolated.core.choose_victim().id == 2
+    isolated.drain()
+
+
+@pytest.mark.parametrize("recovery", ["recompute", "swap"])
+def test_spared_requests_that_could_not_all_stay_to_their_ends_enter_one_after_the_other(recovery: str) -> None:
+    isolated = Isolated(10, recovery_policy=recovery, max_preemptions=1, limit=limits(10, host_blocks=20))
+    for request_id in (1, 2):
+        isolated.add(request_id, 20, max_tokens=100)
+    isolated.step()
+    isolated.preempt(1)
+    isolated.preempt(2)
+    while not isolated.finished:
+        isolated.step()
+        assert len(isolated.running()) <= 1, "there are blocks for the other now, but not for both to the end"
+    isolated.drain()
+    assert isolated.core.stats.preemptions == 2
+    assert isolated.tokens == {i: solo_tokens(i, 20, 100) for i in (1, 2)}
+
+
+def test_a_plan_leaves_the_room_of_a_spared_waiter_that_may_not_enter_yet_to_others() -> None:
+    isolated = Isolated(
+        10, max_preemptions=1, max_num_batched_tokens=16, enable_prefix_caching=False, slo_ttft_s=10.0, slo_tpot_s=1.0
+    )
+    for request_id in (1, 2):
+        isolated.add(request_id, 20, max_tokens=100)
+    while len(isolated.tokens) < 2:
+        isolated.step()
+    isolated.request(1).num_preemptions = 1
+    isolated.preempt(2)
+    isolated.add(3, 8, max_tokens=2)
+    assert isolated.step() == {1: 1, 3: 8}
+    isolated.drain()
+    assert isolated.tokens[2] == solo_tokens(2, 20, 100)

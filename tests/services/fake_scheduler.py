@@ -80,6 +80,7 @@ class FakeScheduler:
         self.cached_tokens = 0
         self.runner = "ready"
         self.stalled_ms = 0
+        self.waiting_timeout_ms = 0
         self.silent = False
         self.top: list[tuple[int, float]] | None = None
         self._work: queue.Queue[Callable[[], None]] = queue.Queue()
@@ -132,7 +133,7 @@ class FakeScheduler:
             self.held, self.accept, self.silent = False, True, False
             self.tokens_allowed = 10**9
             self.refuse = lambda submit: None
-            self.cached_tokens, self.stalled_ms = 0, 0
+            self.cached_tokens, self.stalled_ms, self.waiting_timeout_ms = 0, 0, 0
             self.runner = "ready"
             self.top = None
             self._send_status()
@@ -164,7 +165,10 @@ class FakeScheduler:
                 self._changed.notify_all()
 
     def _send_status(self) -> None:
-        status = SchedulerStatus(self.epoch, self.runner, len(self.live), 0, 0.25, self.stalled_ms, limits=self.limits)
+        status = SchedulerStatus(
+            self.epoch, self.runner, len(self.live), 0, 0.25, self.stalled_ms,
+            limits=self.limits, waiting_timeout_ms=self.waiting_timeout_ms,
+        )  # fmt: skip
         self._to_all(Heartbeat(time.time_ns()))
         self._to_all(status)
 

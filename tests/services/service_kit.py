@@ -16,7 +16,8 @@ import uvloop
 from protocol.messages import Limits, Submit
 from protocol.process import StopSignal
 from services.config import ApiConfig
-from services.server import ApiServer, listen
+from services.listen import listen
+from services.server import ApiServer
 from services.text.chat_template import ChatTemplate
 from services.text.tokenizer import Tokenizer
 from tests.services.fake_scheduler import FakeScheduler
@@ -49,7 +50,7 @@ class Service:
         self._listening = threading.Event()
         listener = listen(config)
         self.address = "http://uds" if config.uds else f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self.server = ApiServer(config, tokenizer, ChatTemplate.of(tokenizer), keys)
+        self.server = ApiServer(config, tokenizer, ChatTemplate.of(tokenizer), keys, list(config.admin_key))
         self.state = self.server.state
 
         def run() -> None:
@@ -97,7 +98,6 @@ class Service:
         """The scheduler forgets what a test told it."""
         assert self.scheduler is not None
         self.scheduler.forget()
-        self.state.engine.bounds_waiting = False
         self.say(ANSWER)
 
     def close(self) -> None:

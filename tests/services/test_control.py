@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -167,21 +167,41 @@ def test_a_stream_that_waits_too_long_is_a_503(service: Service) -> None:
     assert found.json()["error"]["code"] == "waiting_timeout"
 
 
-def test_once_the_scheduler_bounds_waiting_streams_without_a_timeout_hold_their_headers_too(
-    make_service: MakeService,
+@pytest.fixture
+def bound_waiting(service: Service, wait_until: Callable[..., Any]) -> Callable[[int], None]:
+    """Let the scheduler bound how long requests wait (ms; 0: not), and wait until the API has heard of it."""
+
+    def bound(limit_ms: int) -> None:
+        scheduler, chain = scheduler_of(service), service.state.engine.chain
+        scheduler.call(lambda: setattr(scheduler, "waiting_timeout_ms", limit_ms))
+        wait_until(lambda: chain.bounds_waiting == bool(limit_ms), 10, "the scheduler's report")
+
+    return bound
+
+
+def test_while_the_scheduler_bounds_waiting_streams_hold_their_headers(
+    service: Service, bound_waiting: Callable[[int], None]
 ) -> None:
-    service = make_service()
-    answers = []
     scheduler_of(service).held = True
-    for _ in range(2):
-        with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(post, service, stream=True)
-            held(service)
-            end(service, status=RequestStatus.ERROR, code="waiting_timeout", message="too late")
-            answers.append(answer.result())
-    first, second = answers
-    assert first.status_code == 200 and json.loads(payloads(first.text)[-2])["error"]["code"] == "waiting_timeout"
-    assert second.status_code == 503
+    bound_waiting(30_000)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(post, service, stream=True)
+        held(service)
+        end(service, status=RequestStatus.ERROR, code="waiting_timeout", message="too late")
+        assert answer.result().status_code == 503
+
+
+def test_once_it_no_longer_does_streams_begin_at_once_again(
+    service: Service, bound_waiting: Callable[[int], None]
+) -> None:
+    scheduler_of(service).held = True
+    bound_waiting(30_000)
+    bound_waiting(0)
+    with service.http.stream("POST", "/v1/completions", json=body(stream=True)) as answer:
+        assert answer.status_code == 200, "the headers are here before any token"
+        end(service, status=RequestStatus.ERROR, code="waiting_timeout", message="too late")
+        text = "".join(answer.iter_text())
+    assert json.loads(payloads(text)[-2])["error"]["code"] == "waiting_timeout"
 
 
 def test_a_stream_with_a_timeout_is_the_same_stream(service: Service) -> None:
@@ -220,20 +240,26 @@ class Historian:
     def __init__(self, service: Service) -> None:
         self.asked: list[dict[str, str]] = []
         self.by_label: dict[str, list[str]] = {}
+        self.tenants: dict[str, str] = {}
+        self.events: list[dict[str, Any]] = []
         self.refusal = "not_found"
         scheduler, handle = scheduler_of(service), scheduler_of(service)._handle
+
+        def record_of(number: str) -> dict[str, Any]:
+            tenant = {"tenant": self.tenants[number]} if number in self.tenants else {}
+            return {"id": number, **tenant, "events": self.events}
 
         def answer(peer: bytes, message: object) -> None:
             if not isinstance(message, Control):
                 handle(peer, message)
                 return
             self.asked.append(message.arguments)
-            known = {str(submit.id) for submit in scheduler.record.submits}
+            self.tenants |= {str(submit.id): submit.tenant for submit in scheduler.record.submits}
             record: Any = None
-            if message.arguments.get("id") in known:
-                record = {"id": message.arguments["id"], "events": []}
+            if message.arguments.get("id") in {str(submit.id) for submit in scheduler.record.submits}:
+                record = record_of(message.arguments["id"])
             elif message.arguments.get("label") in self.by_label:
-                record = {"requests": [{"id": one} for one in self.by_label[message.arguments["label"]]]}
+                record = {"requests": [record_of(one) for one in self.by_label[message.arguments["label"]]]}
             reply = record or {"code": self.refusal, "message": "no such request"}
             scheduler.channel.send(peer, ControlReply(message.nonce, record is not None, msgspec.json.encode(reply)))
 
@@ -257,7 +283,7 @@ def test_a_request_is_found_by_all_of_its_names(historian: tuple[Service, Histor
     number = str(the_submit(service).id)
     for name in ("cmpl-order/66", "order/66", number):
         found = timeline(service, name)
-        assert found.status_code == 200 and found.json() == {"id": number, "events": []}
+        assert found.status_code == 200 and found.json() == {"id": number, "tenant": "", "events": []}
 
 
 def test_each_choice_has_a_timeline_of_its_own(historian: tuple[Service, Historian]) -> None:
@@ -270,7 +296,7 @@ def test_each_choice_has_a_timeline_of_its_own(historian: tuple[Service, Histori
 def test_a_request_of_another_api_process_is_found_by_its_label(historian: tuple[Service, Historian]) -> None:
     service, known = historian
     known.by_label["abc"] = ["77", "78"]
-    assert timeline(service, "chatcmpl-abc").json() == [{"id": "77"}, {"id": "78"}]
+    assert [one["id"] for one in timeline(service, "chatcmpl-abc").json()] == ["77", "78"]
 
 
 def test_an_unknown_request_is_a_404_in_the_usual_shape(historian: tuple[Service, Historian]) -> None:
@@ -289,11 +315,57 @@ def test_a_scheduler_that_keeps_no_timelines_is_not_a_404(
     assert timeline(service, "x").status_code == status
 
 
-def test_timelines_need_a_key_like_all_other_routes(make_service: MakeService) -> None:
-    service = make_service(keys=["secret"])
-    Historian(service)
-    assert httpx.get(f"{service.address}/v1/requests/x/timeline").status_code == 401
-    assert timeline(service, "x").status_code == 404
+@pytest.fixture
+def shared(make_service: MakeService) -> Iterator[Service]:
+    """A server with the keys of two tenants and an administrator's."""
+    service = make_service(keys=["ada", "bob"], admin_key=("root",))
+    yield service
+    service.close()
+
+
+def timeline_as(service: Service, key: str, name: str) -> httpx.Response:
+    return httpx.get(f"{service.address}/v1/requests/{name}/timeline", headers={"Authorization": f"Bearer {key}"})
+
+
+def test_timelines_need_a_key_like_all_other_routes(shared: Service) -> None:
+    Historian(shared)
+    assert httpx.get(f"{shared.address}/v1/requests/x/timeline").status_code == 401
+    assert timeline(shared, "x").status_code == 404
+
+
+def test_a_timeline_is_for_the_key_that_asked_for_the_request_and_for_administrators(shared: Service) -> None:
+    Historian(shared)
+    answer = post(shared)
+    number = str(the_submit(shared).id)
+    for name in (answer.json()["id"], number):
+        assert timeline_as(shared, "ada", name).json()["id"] == number
+        assert timeline_as(shared, "root", name).json()["id"] == number
+        others = timeline_as(shared, "bob", name)
+        assert others.status_code == 404 and others.json()["error"]["code"] == "request_not_found"
+
+
+def test_a_label_that_two_tenants_use_shows_each_its_own_request(shared: Service) -> None:
+    known = Historian(shared)
+    known.by_label["same"] = ["77", "78"]
+    known.tenants = {"77": "key-0", "78": "key-1"}
+    assert timeline_as(shared, "ada", "same").json()["id"] == "77"
+    assert timeline_as(shared, "bob", "same").json()["id"] == "78"
+    assert [one["id"] for one in timeline_as(shared, "root", "same").json()] == ["77", "78"]
+
+
+def test_a_timeline_does_not_name_the_requests_of_others(shared: Service) -> None:
+    known = Historian(shared)
+    known.events = [{"ms": 1.0, "event": "preempted", "by": "78", "by_label": "bob's", "computed": 9}]
+    name = post(shared).json()["id"]
+    assert timeline_as(shared, "ada", name).json()["events"] == [{"ms": 1.0, "event": "preempted", "computed": 9}]
+    assert timeline_as(shared, "root", name).json()["events"] == known.events
+
+
+def test_a_record_that_names_no_tenant_is_for_administrators_only(shared: Service) -> None:
+    known = Historian(shared)
+    known.by_label["foreign"] = ["77"]
+    assert timeline_as(shared, "ada", "foreign").status_code == 404
+    assert timeline_as(shared, "root", "foreign").status_code == 200
 
 
 def test_without_a_scheduler_a_timeline_is_a_503(make_service: MakeService) -> None:

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from protocol import wire
 from protocol.exposition import serve_metrics
 from services.errors import ApiError
-from services.routes.metrics import fetch
+from services.neighbours import fetch
 from tests.services.service_kit import MODEL, MakeService, Service
 
 WaitUntil = Callable[..., Any]

@@ -20,8 +20,8 @@ import pytest
 from protocol.messages import Limits
 from protocol.settings import SettingError, specs
 from services.config import ApiConfig
+from services.listen import BindError, listen
 from services.sampling import Defaults, load_defaults
-from services.server import BindError, listen
 from tests.harness import ROOT, free_port
 from tests.services.fake_scheduler import FakeScheduler
 from tests.services.service_kit import ANSWER, MODEL, MakeService, Service, payloads
@@ -97,7 +97,7 @@ def test_when_the_grace_is_over_streams_end_with_an_error_event(make_service: Ma
 def test_an_address_in_use_is_an_error_that_names_it(smollm2: object, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(BindError, match=f"127.0.0.1:{port}"):
+        with pytest.raises(BindError, match=f"port {port} on 127.0.0.1"):
             listen(ApiConfig(port=port))
     with pytest.raises(BindError, match="no.such.host"):
         listen(ApiConfig(host="no.such.host.invalid"))
@@ -108,6 +108,17 @@ def test_an_address_in_use_is_an_error_that_names_it(smollm2: object, tmp_path: 
     (tmp_path / "file").write_text("x")
     with pytest.raises(BindError, match="not a socket"):
         listen(ApiConfig(uds=str(tmp_path / "file")))
+
+
+def test_a_listening_socket_may_be_inherited_and_nothing_else() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as parent:
+        address = parent.getsockname()
+        with listen(ApiConfig(listen_fd=os.dup(parent.fileno()))) as listener:
+            assert listener.getsockname() == address
+    with socket.socket() as idle, pytest.raises(BindError, match="not a listening socket"):
+        listen(ApiConfig(listen_fd=os.dup(idle.fileno())))
+    with open(os.devnull) as file, pytest.raises(BindError, match="descriptor"):
+        listen(ApiConfig(listen_fd=os.dup(file.fileno())))
 
 
 def test_http_may_be_served_on_a_unix_socket(make_service: MakeService, tmp_path: Path) -> None:
@@ -128,7 +139,7 @@ def test_a_wrong_setting_names_itself(field: str, value: Any) -> None:
 def test_every_setting_has_help_and_keys_are_secret() -> None:
     for name, spec in specs(ApiConfig).items():
         assert len(spec.help) > 10, name
-        assert spec.secret == (name == "api_key")
+        assert spec.secret == (name in ("api_key", "admin_key"))
 
 
 def test_sampling_defaults_come_from_the_model_unless_they_make_no_sense(tmp_path: Path) -> None:

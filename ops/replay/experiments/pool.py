@@ -1,0 +1,200 @@
+"""Experiments on the KV pool: watermark, preemption storms, reservation, recovery."""
+
+from __future__ import annotations
+
+from ops.replay.experiments import made
+from ops.replay.experiments.peaks import PeakWatcher
+from ops.replay.experiments.spec import Experiment, Plot, Run
+
+CONV = "azure_2023_conv.csv.gz"
+SMALL = "--preset vllm --depth 1 --blocks 4096 --digest --slo-ttft 2 --slo-tpot 0.05"
+RESERVES = (0.0025, 0.005, 0.01, 0.02, 0.04)
+WATERMARKS = (0.0, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
+
+
+def _storm(load: float, scale: float, what: str, label: str, settings: str) -> Run:
+    return Run(
+        f"{label}, load {load}",
+        f"--time-scale {scale} {settings}",
+        line=label,
+        x=load,
+        anchor=f"seed_azure_2023_conv_b4096_{load}_{what}",
+    )
+
+
+STORMS = (
+    ("wm0.00", "watermark 0", "--set watermark=0"),
+    ("wm0.02", "watermark 0.02", "--set watermark=0.02"),
+    ("seqs32", "max_num_seqs 32", "--set watermark=0 --max-num-seqs 32"),
+    ("nocache", "cache off", "--set watermark=0 --set enable_prefix_caching=false"),
+)
+
+RUNWAY = Experiment(
+    name="runway",
+    title="Runway: what a watermark buys, in steps",
+    asks="20,480 blocks of 16 tokens, 40 running requests. Each needs a block every 16 steps, together 2.5 blocks "
+    "a step. A watermark of 0.01 keeps 204 blocks free when the last one enters: about 82 steps. Is it so?",
+    options="--preset vllm --depth 1 --cost tick --set enable_prefix_caching=false --max-num-batched-tokens 400000",
+    runs=tuple(
+        Run(
+            f"watermark {reserve:g}",
+            f"--set watermark={reserve:g}",
+            trace=made.runway(reserve),
+            line="replayed",
+            x=reserve,
+        )
+        for reserve in RESERVES
+    ),
+    columns=("runway", "preemptions"),
+    plots=(Plot("against", "Steps until the first preemption", ("runway",), x="watermark", y="steps"),),
+    quick_requests=made.STREAMS,
+    quick_runs=("watermark 0.01", "watermark 0.02"),
+    teaches="",
+)
+
+WATERMARK = Experiment(
+    name="watermark",
+    title="Watermark: the cliff and the slope",
+    asks="The same pool under steady load: 600 requests wait from the start (7,200 prompt tokens, 1,000 outputs on "
+    "average), about 40 fit. How many preemptions and how much throughput at which watermark, with and "
+    "without the prefix cache?",
+    options="--preset vllm --depth 1",
+    trace=made.STEADY,
+    runs=tuple(
+        Run(
+            f"{watermark:g}, {cache}",
+            f"--set watermark={watermark:g} --set enable_prefix_caching={str(cache == 'cache on').lower()}",
+            line=cache,
+            x=watermark,
+        )
+        for cache in ("cache on", "cache off")
+        for watermark in WATERMARKS
+    ),
+    columns=("preemptions", "replayed", "outputs_per_s", "used"),
+    plots=(
+        Plot("against", "Preemptions: the cliff", ("preemptions",), x="watermark", y="preemptions"),
+        Plot("against", "Throughput: the slope", ("outputs_per_s",), x="watermark", y="output tokens/s"),
+    ),
+    quick_requests=120,
+    quick_runs=("0, cache on", "0.01, cache on", "0.16, cache on", "0, cache off", "0.16, cache off"),
+    teaches="",
+)
+
+STORM = Experiment(
+    name="storm",
+    title="A preemption storm from a small pool",
+    asks="The conversation hour on 4,096 blocks, with vLLM's decisions, at 1.0 and 1.4 of what this pool can do. A "
+    "watermark of 0.02 or 32 running requests at most: both stop the storm. What do they cost? And what does "
+    "the prefix cache do for the victims?",
+    options=SMALL,
+    trace=CONV,
+    runs=tuple(_storm(load, scale, *what) for load, scale in ((1.0, 0.483), (1.4, 0.345)) for what in STORMS),
+    columns=("preemptions", "replayed", "requests_per_s", "goodput", "e2e_max", "digest", "same_decisions"),
+    plots=(
+        Plot("bars", "Preemptions", ("preemptions",)),
+        Plot("bars", "Requests per second", ("requests_per_s",)),
+    ),
+    quick="--limit 2500",
+    quick_runs=tuple(f"{label}, load 1.4" for _, label, _ in STORMS),
+    teaches="",
+)
+
+UNTOLD = "--depth 1 --blocks 4096 --unknown-lengths 1024 --time-scale 0.345 --limit 6000"
+NOTING = "--scheduler-cls ops.replay.experiments.peaks:NotingScheduler"
+
+CONSERVATIVENESS = Experiment(
+    name="conservativeness",
+    title="Conservativeness of the predictive admission",
+    asks="SGLang's admission reserves a share of what the running requests may still put out. The share starts at "
+    "0.7 times `schedule_conservativeness`, decays while all goes well, and jumps up when the pool was full. "
+    "6,000 conversations on 4,096 blocks in overload; each asks for 1,024 tokens and ends where the record "
+    "says.",
+    options=f"--preset sglang {UNTOLD}",
+    trace=CONV,
+    runs=tuple(
+        Run(f"{value:g}", f"--set schedule_conservativeness={value:g}", line="conservativeness", x=value)
+        for value in (0.3, 1.0, 2.0)
+    ),
+    columns=("preemptions", "replayed", "outputs_per_s", "used", "running", "ttft_p50", "e2e_max"),
+    plots=(
+        Plot("time", "The ratio over time", ("ratio",), y="ratio"),
+        Plot("time", "Retractions over time", ("preemptions",), y="retractions per bin"),
+        Plot("time", "Throughput over time", ("outputs_per_s",), y="output tokens/s"),
+    ),
+    quick="--limit 900 --time-scale 0.3",
+    quick_runs=("0.3", "2"),
+    teaches="",
+)
+
+FORECAST = Experiment(
+    name="forecast",
+    title="Forecast admission, and whether its forecast is right",
+    asks="The same 6,000 conversations. `optimistic` reserves nothing, `predictive` a ratio, `credit` all that may "
+    "come; `forecast` the highest point that the batch is likely to reach, learned from outputs that have "
+    "ended. And what was forecast when somebody was let in, against what those rows came to: how often was it "
+    "too low?",
+    options=f"--preset vllm {UNTOLD}",
+    trace=CONV,
+    runs=(
+        Run("optimistic, watermark 0", "--set watermark=0"),
+        Run("optimistic, watermark 0.02", "--set watermark=0.02"),
+        Run("predictive", "--set admission_policy=predictive --set watermark=0"),
+        Run("credit", "--set admission_policy=credit"),
+        *(
+            Run(
+                f"forecast, confidence {confidence:g}",
+                f"{NOTING} --set forecast_confidence={confidence:g}",
+                watch=PeakWatcher,
+            )
+            for confidence in (0.5, 0.8, 0.95, 0.99)
+        ),
+    ),
+    columns=("preemptions", "replayed", "requests_per_s", "used", "ttft_p50", "e2e_max", "forecasts", "above", "bias"),
+    plots=(
+        Plot("bars", "Preemptions", ("preemptions",)),
+        Plot("bars", "Requests per second", ("requests_per_s",)),
+        Plot("pairs", "Forecast against real peak, all confidences", y="blocks"),
+    ),
+    quick="--limit 700",
+    quick_runs=("optimistic, watermark 0", "credit", "forecast, confidence 0.5", "forecast, confidence 0.99"),
+    teaches="",
+)
+
+VICTIMS = (
+    ("cache off", 1000, 200, "--set enable_prefix_caching=false"),
+    ("1000 in, 200 out", 1000, 200, ""),
+    ("800 in, 600 out", 800, 600, ""),
+    ("400 in, 1400 out", 400, 1400, ""),
+    ("100 in, 2000 out", 100, 2000, ""),
+)
+
+RECOVERY = Experiment(
+    name="recovery",
+    title="How a victim returns: recompute, swap, auto",
+    asks="A full pool and no watermark: there are always victims. Dropped blocks keep their content until somebody "
+    "else writes them; how much survives until the victim returns depends on how much the others grow "
+    "meanwhile. Requests of equal weight, with a growing part of it decoded; swaps at 12 GB/s, 2 MiB a block. "
+    "Which way back is cheaper?",
+    options="--preset vllm --depth 1 --set watermark=0 --blocks 4096 --host-blocks 8192 --copy-gb-s 12 "
+    "--kv-block-bytes 2097152",
+    runs=tuple(
+        Run(
+            f"{label}, {policy}",
+            f"--set recovery_policy={policy} {settings}".strip(),
+            trace=made.decoding(prompt, outputs),
+            line=policy,
+            x=place,
+        )
+        for place, (label, prompt, outputs, settings) in enumerate(VICTIMS)
+        for policy in ("recompute", "swap", "auto")
+    ),
+    columns=("survived", "preemptions", "replayed_each", "outputs_per_s", "makespan"),
+    plots=(
+        Plot("against", "Throughput, in the order of the table", ("outputs_per_s",), x="case", y="output tokens/s"),
+    ),
+    quick_requests=150,
+    quick_runs=tuple(
+        f"{case}, {policy}" for case in ("cache off", "800 in, 600 out") for policy in ("recompute", "swap")
+    ),
+    teaches="",
+)

@@ -1,0 +1,169 @@
+"""The weather: a seeded schedule of kills, stops, takeovers, disconnects and garbage.
+
+Tokens are its clock: the next disturbance comes when the clients have received a certain number since the last, so
+that all of them hit a server under load, whatever the machine's speed. Some follow the one before at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import psutil
+
+from tests.chaos.clients import Clients, Progress
+from tests.chaos.fleet import Fleet
+from tests.chaos.garbage import throw
+
+T = TypeVar("T")
+
+KILLS = {"kill scheduler": "scheduler", "kill runner": "runner", "kill api": "api"}
+STOPS = {"stop scheduler": "scheduler", "stop runner": "runner", "stop api": "api"}
+LONG_STOPS = {"hang scheduler": "scheduler", "hang runner": "runner"}
+OTHERS = ("takeover", "disconnect", "garbage")
+KINDS = (*KILLS, *STOPS, *LONG_STOPS, *OTHERS)
+WITHOUT_PAUSE = ("disconnect", "garbage")
+
+SILENCE_S = 20.0
+START_S = 30.0
+BRIEF_STOP_S = 0.3
+POLL_S = 0.02
+
+
+class Stuck(Exception):
+    """The server did not come back: says after what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One disturbance. `alone`: enough tokens came before and after it for its pause to be its own."""
+
+    kind: str
+    at: float
+    alone: bool
+
+
+@dataclass(slots=True)
+class Plan:
+    """How often each kind is to happen, how many tokens lie between two, and how many follow at once (a share)."""
+
+    counts: Mapping[str, int]
+    spacing: tuple[int, int]
+    share_at_once: float = 0.15
+
+    def order(self, rng: random.Random) -> list[str]:
+        """All disturbances in random order."""
+        kinds = [kind for kind, count in self.counts.items() for _ in range(count)]
+        rng.shuffle(kinds)
+        return kinds
+
+
+@dataclass(slots=True)
+class Storm:
+    """Carries out a plan. `events` is what has happened."""
+
+    fleet: Fleet
+    clients: Clients
+    progress: Progress
+    rng: random.Random
+    say: Callable[[str], None]
+    silence_s: float = SILENCE_S
+    events: list[Event] = field(default_factory=list)
+    garbage: Counter[str] = field(default_factory=Counter)
+
+    async def run(self, plan: Plan, after_each: Callable[[int], None]) -> None:
+        """All disturbances of the plan, then calm. Raises Stuck when the streams don't go on."""
+        kinds = plan.order(self.rng)
+        follows = [number > 0 and self.rng.random() < plan.share_at_once for number in range(len(kinds))] + [False]
+        for number, kind in enumerate(kinds):
+            if not follows[number]:
+                await self._calm(plan)
+            self.events.append(Event(kind, time.monotonic(), alone=not (follows[number] or follows[number + 1])))
+            self.say(f"{number + 1} of {len(kinds)}: {kind}, {self.progress.tokens} tokens so far")
+            await self._disturb(kind, plan)
+            after_each(number)
+        await self._calm(plan)
+
+    async def _calm(self, plan: Plan) -> None:
+        goal = self.progress.tokens + self.rng.randint(*plan.spacing)
+        if not await self.progress.reach(goal, self.silence_s):
+            last = ", ".join(event.kind for event in self.events[-3:])
+            raise Stuck(f"no token for {self.silence_s:g} s after: {last} (disturbance {len(self.events)})")
+
+    async def _disturb(self, kind: str, plan: Plan) -> None:
+        if kind in KILLS:
+            await self._kill(KILLS[kind])
+        elif kind in STOPS:
+            with self._stopped(await self._one(STOPS[kind])):
+                # Until no client gets anything any more, or those of another API process have got enough.
+                await self.progress.reach(self.progress.tokens + self.rng.randint(*plan.spacing), BRIEF_STOP_S)
+        elif kind in LONG_STOPS:
+            await self._until(lambda: self._health() == 200, "health before the hang")
+            with self._stopped(await self._one(LONG_STOPS[kind])) as victim:
+                await self._until(lambda: not _alive(victim) or self._health() == 503, "the hang to be noticed")
+        elif kind == "takeover":
+            await self._one("scheduler")
+            self.fleet.take_over()
+            # If the present one was just starting it may be the later one, and win.
+            await self._until(lambda: len(self.fleet.members("scheduler")) == 1, "the end of one of two schedulers")
+        elif kind == "disconnect":
+            calls = sorted(self.clients.live, key=lambda call: call.port)
+            most = min(len(calls), 1 + len(calls) // 4)
+            for call in self.rng.sample(calls, self.rng.randint(1, most) if most else 0):
+                call.leave.set()
+        else:
+            rng = random.Random(self.rng.getrandbits(64))
+            thrown = await asyncio.to_thread(throw, self.fleet.runtime_dir, self.fleet.server.port, rng)
+            self.garbage[thrown] += 1
+
+    async def _kill(self, role: str) -> None:
+        victim = await self._one(role)
+        if role == "api":
+            self.clients.excuse(self.fleet.http_ports(victim))
+        self.fleet.kill(victim)
+        await self._until(lambda: not _alive(victim), "the end of what was killed")
+
+    async def _one(self, role: str) -> psutil.Process:
+        """A live process of the role; one that has just been killed is waited for."""
+        members = await self._until(lambda: self.fleet.members(role), f"a {role}")
+        return self.rng.choice(members)
+
+    def _health(self) -> int:
+        try:
+            return self.fleet.server.request("GET", "/health").status
+        except (OSError, http.client.HTTPException):
+            return 0  # its API process has just been killed
+
+    @contextlib.contextmanager
+    def _stopped(self, victim: psutil.Process) -> Iterator[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victim.send_signal(signal.SIGSTOP)
+        try:
+            yield victim
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                victim.send_signal(signal.SIGCONT)
+
+    async def _until(self, predicate: Callable[[], T], what: str) -> T:
+        end = time.monotonic() + START_S
+        while not (value := await asyncio.to_thread(predicate)):
+            if time.monotonic() > end:
+                raise Stuck(f"waited {START_S:g} s for {what} (disturbance {len(self.events)})")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.Event().wait(), POLL_S)
+        return value
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
