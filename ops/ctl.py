@@ -22,6 +22,7 @@ from ops.runtime_dir import live
 from protocol import wire
 from protocol.channels import AddressError, ClientChannel, new_instance
 from protocol.messages import Control, ControlReply, Goodbye, Hello, Refused, SchedulerToApi, Welcome
+from protocol.security import LinkSecurity, SecurityError
 
 EXIT_REFUSED, EXIT_USAGE, EXIT_NO_ANSWER = 1, 2, 3
 PATIENCE_S = 5.0

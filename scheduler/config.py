@@ -122,7 +122,10 @@ class SchedulerConfig:
     enable_prefix_caching: bool = setting(True, help="reuse blocks whose content is known")
     pipeline_depth: int = setting(2, help="steps in flight before a result is awaited", unit="steps", minimum=1)
     max_num_queued_reqs: int = setting(
-        4096, help="requests that wait for their first run, above which new ones get 503 (0: no limit)", minimum=0
+        4096,
+        help="requests that wait for their first run, above which new ones get 503 (0: no limit)",
+        unit="requests",
+        minimum=0,
     )
     max_step_failures: int = setting(
         3, help="steps that a request alone makes fail before it ends with the error", unit="steps", minimum=1

@@ -73,7 +73,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--scheduler-cls", default="scheduler.core:CoreScheduler", metavar="MODULE:CLASS", help="class that schedules"
     )
     who.add_argument("--batch", choices=BATCH_NAMES, help="what fills a step, instead of the presets' choice")
-    who.add_argument("--depth", type=positive_int, default=2, metavar="STEPS", help="steps in flight, as when serving")
+    who.add_argument(
+        "--depth",
+        type=positive_int,
+        default=1,
+        metavar="STEPS",
+        help="steps in flight (default: 1, since a virtual clock has no host time to hide; serving has 2)",
+    )
     who.add_argument("--seed", type=non_negative_int, default=0, help="of the random queue and of simulated tokens")
 
     machine = parser.add_argument_group("simulated machine")

@@ -70,7 +70,8 @@ def prompt_tokens(row: TraceRow, index: int) -> npt.NDArray[np.int32]:
     if row.hash_ids:
         size = row.block_tokens
         blocks = np.array(row.hash_ids[: -(-row.input_tokens // size)], np.uint64) * np.uint64(size)
-        shared = mix((blocks[:, None] + np.arange(size, dtype=np.uint64)).ravel()) % np.uint64(SHARED_VOCABULARY)
+        numbers: npt.NDArray[np.uint64] = np.add.outer(blocks, np.arange(size, dtype=np.uint64)).ravel()
+        shared = mix(numbers) % np.uint64(SHARED_VOCABULARY)
         count = min(len(shared), row.input_tokens)
         tokens[:count] = shared[:count]
     return tokens

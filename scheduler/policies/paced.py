@@ -216,7 +216,7 @@ class _Deal:
         return given
 
     def _deal_late(self, most: int) -> None:
-        """The late: first those that run, then those who wait, oldest first. One that lacks blocks holds up the rest."""
+        """Of the late first those that run, then who waits, oldest first. One that lacks blocks holds up the others."""
         most -= self._deal(self._late, most)
         while most > 0 and self._room > 0:
             work = next(self._late_waiters, None)

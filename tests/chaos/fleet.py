@@ -10,9 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 from harness import ROOT, Server
@@ -20,7 +18,6 @@ from harness import ROOT, Server
 from ops.unix_http import UnixConnection
 from protocol.process import PARENT_ENV, WATCHDOG_ENV
 
-T = TypeVar("T")
 ROLES = ("api", "scheduler", "runner")
 
 
@@ -55,6 +52,10 @@ class Fleet:
         if own is not None:
             own.wait()
             self._own.remove(own)
+
+    def is_own(self, process: psutil.Process) -> bool:
+        """Whether it was started by hand, so that no supervisor watches it."""
+        return any(own.pid == process.pid for own in self._own)
 
     def take_over(self) -> None:
         """Start a scheduler that dismisses the present one, with its settings, but not as the supervisor's child."""
@@ -96,8 +97,9 @@ class Fleet:
 
     def http_ports(self, process: psutil.Process) -> set[int]:
         """The clients' ends of a process's HTTP connections."""
-        connections = _quietly(lambda: process.net_connections("tcp"), [])
-        return {connection.raddr.port for connection in connections if connection.raddr}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return {connection.raddr.port for connection in process.net_connections("tcp") if connection.raddr}
+        return set()
 
     def descriptors(self) -> dict[str, list[int]]:
         """How many descriptors each process holds, by role (`serve` is the supervisor)."""
@@ -106,22 +108,15 @@ class Fleet:
             found[role] = sorted(process.num_fds() for process in self.members(role))
         return found
 
-    def open_files(self) -> Iterator[str]:
-        """What the descriptors of all processes are, for a report of a leak."""
-        for role in ROLES:
-            for process in self.members(role):
-                for entry in sorted(os.listdir(f"/proc/{process.pid}/fd"), key=int):
-                    with contextlib.suppress(OSError):
-                        yield f"{role} {process.pid} {entry} {os.readlink(f'/proc/{process.pid}/fd/{entry}')}"
-
     def shared_memory(self) -> set[str]:
         """Files in /dev/shm that some process of ours maps or has named after itself."""
         names = {f"_{pid}_" for pid in self.pids}
         found = {path for path in _shm() if any(name in f"{path}_" for name in names)}
         for role in ROLES:
             for process in self.members(role):
-                maps = _quietly(lambda process=process: process.memory_maps(), [])  # type: ignore[misc]
-                found.update(entry.path for entry in maps if entry.path.startswith("/dev/shm/"))
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    maps = process.memory_maps()
+                    found.update(entry.path for entry in maps if entry.path.startswith("/dev/shm/"))
         return found
 
 
@@ -138,10 +133,3 @@ def _role(command: list[str]) -> str:
 
 def _shm() -> list[str]:
     return [entry.path for entry in os.scandir("/dev/shm")]
-
-
-def _quietly(call: Callable[[], T], otherwise: T) -> T:
-    try:
-        return call()
-    except (psutil.Error, OSError):
-        return otherwise

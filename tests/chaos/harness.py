@@ -24,7 +24,7 @@ from tests.chaos.storm import KINDS, WITHOUT_PAUSE, Event, Plan, Storm, Stuck
 
 COMMON = (
     "--api-processes", "2", "--restart-window-s", "0", "--restart-backoff-s", "0.02",
-    "--runner-silence-s", "1", "--heartbeat-timeout-s", "1", "--lease-s", "2",
+    "--runner-silence-s", "1", "--heartbeat-timeout-s", "1", "--lease-s", "2", "--hang-timeout-s", "3",
 )  # fmt: skip
 LOOK_EVERY = 5
 Say = Callable[[str], None]
@@ -121,18 +121,25 @@ _PAUSES = ("pause_median_s", "pause_max_s")
 
 
 def run(
-    backend: str, seed: int, counts: Mapping[str, int], *, extra: tuple[str, ...] = (), say: Say = lambda line: None
+    backend: str,
+    seed: int,
+    counts: Mapping[str, int],
+    *,
+    at_once: float = 0.15,
+    extra: tuple[str, ...] = (),
+    say: Say = lambda line: None,
 ) -> Report:
     """Start a server, learn the twins, disturb it `counts` times, and look at what is left. Blocks until all is over.
 
-    `extra` are further flags of `triptych serve`; `say` hears of each disturbance.
+    `at_once`: the share of disturbances that follow the one before at once. `extra` are further flags of
+    `triptych serve`; `say` hears of each disturbance.
     """
     report = Report(backend, seed)
     setting = BACKENDS[backend]
     with running_server(*COMMON, *setting.flags, *extra, env={"PYTHONFAULTHANDLER": "1"}) as server:
         fleet = Fleet(server)
         try:
-            uvloop.run(_storm(fleet, setting, counts, report, say))
+            uvloop.run(_storm(fleet, setting, Plan(counts, setting.spacing, at_once), report, say))
         finally:
             report.log = server.log() + fleet.log_of_own()
         shared = fleet.shared_memory()
@@ -146,7 +153,7 @@ def run(
     return report
 
 
-async def _storm(fleet: Fleet, setting: Setting, counts: Mapping[str, int], report: Report, say: Say) -> None:
+async def _storm(fleet: Fleet, setting: Setting, plan: Plan, report: Report, say: Say) -> None:
     progress = Progress()
     clients = Clients(fleet.server.port, mix(report.seed, setting.asks, setting.lengths), progress, report.seed)
     await clients.learn_twins(setting.clients)
@@ -165,7 +172,7 @@ async def _storm(fleet: Fleet, setting: Setting, counts: Mapping[str, int], repo
     began = time.monotonic()
     running = asyncio.ensure_future(clients.run(setting.clients))
     try:
-        await storm.run(Plan(counts, setting.spacing), after_each)
+        await storm.run(plan, after_each)
     except Stuck as stuck:
         report.faults += [str(stuck), *await asyncio.to_thread(_scene, fleet)]
         clients.leave()

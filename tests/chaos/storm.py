@@ -27,9 +27,10 @@ T = TypeVar("T")
 
 KILLS = {"kill scheduler": "scheduler", "kill runner": "runner", "kill api": "api"}
 STOPS = {"stop scheduler": "scheduler", "stop runner": "runner", "stop api": "api"}
-LONG_STOPS = {"hang scheduler": "scheduler", "hang runner": "runner"}
+HANGS = {"hang scheduler": "scheduler", "hang runner": "runner"}
+FREEZES = {"freeze scheduler": "scheduler", "freeze runner": "runner"}
 OTHERS = ("takeover", "disconnect", "garbage")
-KINDS = (*KILLS, *STOPS, *LONG_STOPS, *OTHERS)
+KINDS = (*KILLS, *STOPS, *HANGS, *FREEZES, *OTHERS)
 WITHOUT_PAUSE = ("disconnect", "garbage")
 
 SILENCE_S = 20.0
@@ -57,7 +58,7 @@ class Plan:
 
     counts: Mapping[str, int]
     spacing: tuple[int, int]
-    share_at_once: float = 0.15
+    share_at_once: float
 
     def order(self, rng: random.Random) -> list[str]:
         """All disturbances in random order."""
@@ -88,7 +89,8 @@ class Storm:
                 await self._calm(plan)
             self.events.append(Event(kind, time.monotonic(), alone=not (follows[number] or follows[number + 1])))
             self.say(f"{number + 1} of {len(kinds)}: {kind}, {self.progress.tokens} tokens so far")
-            await self._disturb(kind, plan)
+            while not await self._disturb(kind, plan):
+                pass
             after_each(number)
         await self._calm(plan)
 
@@ -98,17 +100,33 @@ class Storm:
             last = ", ".join(event.kind for event in self.events[-3:])
             raise Stuck(f"no token for {self.silence_s:g} s after: {last} (disturbance {len(self.events)})")
 
-    async def _disturb(self, kind: str, plan: Plan) -> None:
+    async def _disturb(self, kind: str, plan: Plan) -> bool:
+        """False when the victim had ended before it was hit."""
+        try:
+            await self._hit(kind, plan)
+        except psutil.NoSuchProcess:
+            return False
+        return True
+
+    async def _hit(self, kind: str, plan: Plan) -> None:
         if kind in KILLS:
             await self._kill(KILLS[kind])
         elif kind in STOPS:
             with self._stopped(await self._one(STOPS[kind])):
                 # Until no client gets anything any more, or those of another API process have got enough.
                 await self.progress.reach(self.progress.tokens + self.rng.randint(*plan.spacing), BRIEF_STOP_S)
-        elif kind in LONG_STOPS:
+        elif kind in HANGS:
             await self._until(lambda: self._health() == 200, "health before the hang")
-            with self._stopped(await self._one(LONG_STOPS[kind])) as victim:
+            with self._stopped(await self._one(HANGS[kind])) as victim:
                 await self._until(lambda: not _alive(victim) or self._health() == 503, "the hang to be noticed")
+        elif kind in FREEZES:
+            with self._stopped(await self._one(FREEZES[kind])) as victim:
+                if self.fleet.is_own(victim):  # nobody watches over it but we: it is replaced by force
+                    self.fleet.take_over()
+                    await self.progress.reach(self.progress.tokens + 1, self.silence_s)
+                else:
+                    await self._until(lambda: not _alive(victim), "the end of what hangs")
+            await self._until(lambda: len(self.fleet.members(FREEZES[kind])) <= 1, "the end of who was replaced")
         elif kind == "takeover":
             await self._one("scheduler")
             self.fleet.take_over()
@@ -164,6 +182,6 @@ class Storm:
 
 def _alive(process: psutil.Process) -> bool:
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False

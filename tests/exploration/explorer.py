@@ -108,14 +108,13 @@ def sample(scenario: Scenario, seed: int, runs: int, disturbances: int) -> Explo
 
 
 def shortest(scenario: Scenario, course: Sequence[str]) -> tuple[list[str], str]:
-    """A course that ends badly without what doesn't matter, and how it ends: choices that are impossible without those
-    left out are skipped, and after the last one all stays calm."""
-    course, why = _lenient(scenario, course)
+    """A course that ends badly, without the choices that don't matter for that, and how it ends."""
+    course, why = play(scenario, course)
     assert why, "this course ends well"
     length = len(course)
     while length:
         for first in range(0, len(course), length):
-            kept, end = _lenient(scenario, course[:first] + course[first + length :])
+            kept, end = play(scenario, course[:first] + course[first + length :])
             if end and len(kept) < len(course):
                 course, why = kept, end
                 break
@@ -124,8 +123,9 @@ def shortest(scenario: Scenario, course: Sequence[str]) -> tuple[list[str], str]
     return course, why
 
 
-def _lenient(scenario: Scenario, course: Sequence[str]) -> tuple[list[str], str]:
-    """The choices that were possible, and the text of the violation that they lead to ("": none)."""
+def play(scenario: Scenario, course: Iterable[str]) -> tuple[list[str], str]:
+    """Make what is possible of these choices, then stay calm to the end. Returns what was made, and the text of the
+    violation that it leads to ("": none)."""
     world, made = World(scenario), list[str]()
     try:
         for choice in course:

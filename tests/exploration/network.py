@@ -32,7 +32,7 @@ class Connection:
     @property
     def identity(self) -> bytes:
         """By which the ROUTER knows the DEALER."""
-        return self.dealer.options[zmq.ROUTING_ID]
+        return bytes(self.dealer.options[zmq.ROUTING_ID])
 
     def establish(self, router: Socket) -> None:
         """The ROUTER takes the DEALER in. What the DEALER has queued since is under way to it."""
@@ -72,7 +72,7 @@ class Network:
             connection.establish(self.routers[address])
 
     def kill(self, owner: str, *, keep: bool) -> None:
-        """The process is gone. `keep`: what it had sent still arrives, and what was queued for it waits for the next."""
+        """A process is gone. `keep`: what it had sent still arrives, what was queued for it waits for the next one."""
         for address, router in list(self.routers.items()):
             if router.owner == owner:
                 del self.routers[address]

@@ -1,4 +1,4 @@
-"""The three processes as the explorer turns them: production state machines on an in-memory network and a clock of ours.
+"""The three processes as the explorer turns them: production state machines on an in-memory network and its own clock.
 
 Each `turn` is one turn of the loop that the process runs in production. What a process has taken in since its start is
 its `history`: processes are deterministic, so two worlds with the same histories are in the same state.
@@ -18,10 +18,10 @@ from functools import cache
 from hashlib import blake2b
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import zmq
 
-from protocol import client_channel, links
 from protocol.columns import pack_i32
 from protocol.messages import SamplingParams, Step, StepResult
 from protocol.process import EXIT_REPLACED
@@ -100,12 +100,8 @@ def reproducible(name: str) -> Iterator[None]:
         token_bytes=generator.randbytes,
         token_hex=lambda n: generator.randbytes(n).hex(),
     )
-    before = client_channel.secrets, links.secrets
-    client_channel.secrets = links.secrets = drawn  # type: ignore[assignment]
-    try:
+    with patch("protocol.client_channel.secrets", drawn), patch("protocol.links.secrets", drawn):
         yield
-    finally:
-        client_channel.secrets, links.secrets = before
 
 
 class Process:
@@ -144,46 +140,52 @@ class Process:
         return [c.dealer for c in self.network.connections if c.dealer.owner == self.label and not c.dealer.closed]
 
 
-class StepLoop(asyncio.AbstractEventLoop):
-    """An event loop that turns only when it is told to."""
+class StepLoop:
+    """What an engine and its channel ask of an asyncio event loop; it turns only when it is told to."""
 
-    def __init__(self, clock: Clock, network: Network) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._network = network
         self._readers: dict[int, Callable[[], None]] = {}
         self._ready: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._numbers = itertools.count()
 
     def time(self) -> float:
+        """Seconds."""
         return self._clock.now()
 
     def get_debug(self) -> bool:
+        """No."""
         return False
 
-    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
-        self._ready.append(lambda: callback(*args))
-        return asyncio.Handle(callback, args, self, context)
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """In this turn."""
+        self._ready.append(callback)
 
-    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
-        handle = asyncio.TimerHandle(self.time() + delay, callback, args, self, context)
-        # Clocks that count in fifths of a second round: a timer for the next tick is due at the next tick.
+    def call_later(self, delay: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
+        """In a later turn."""
+        loop: Any = self
+        handle = asyncio.TimerHandle(self.time() + delay, callback, (), loop)
+        # Fifths of a second round: a timer for the next tick is due at the next tick.
         heapq.heappush(self._timers, (round(self.time() + delay, 6), next(self._numbers), handle))
         return handle
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """Cancelled timers are skipped when they are due."""
 
-    def add_reader(self, fd: Any, callback: Any, *args: Any) -> None:
+    def add_reader(self, fd: int, callback: Callable[[], None]) -> None:
+        """Call it when there is something to read."""
         self._readers[fd] = callback
 
-    def remove_reader(self, fd: Any) -> bool:
+    def remove_reader(self, fd: int) -> bool:
+        """No more."""
         return self._readers.pop(fd, None) is not None
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Be the loop that runs."""
-        asyncio._set_running_loop(self)
+        loop: Any = self
+        asyncio._set_running_loop(loop)
         try:
             yield
         finally:
@@ -230,7 +232,7 @@ class Api(Process):
         super().__init__(network, clock, life)
         self.clients: list[Client] = []
         self.lost, self.repeated = Counter(), Counter()
-        self.loop = StepLoop(clock, network)
+        self.loop = StepLoop(clock)
         metrics: Any = Ignored()
         metrics.lost_tokens, metrics.duplicate_tokens = self.lost, self.repeated
         generator = random.Random(life)

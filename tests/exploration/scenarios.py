@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from protocol.columns import i32, pack_i32, pack_u64
 from protocol.messages import NewRequest, SamplingParams, Step
 from runner.config import RunnerConfig
@@ -42,11 +40,11 @@ def expected(ask: Ask) -> list[int]:
     alone = SimulatedExecutor(RunnerConfig(backend="sim", sim_vocab_size=1000, sim_step_ms=0, sim_num_blocks=9))
     prompt, params = pack_i32(list(ask.prompt)), SamplingParams(ask.outputs, seed=ask.seed, ignore_eos=True)
     new = [NewRequest(1, 1, prompt, len(ask.prompt), 0, pack_i32([1]), params)]
-    count, tokens = len(ask.prompt), []
+    count, tokens = len(ask.prompt), list[int]()
     for number in range(ask.outputs):
         result = alone.execute(Step(1, number, pack_u64([1]), pack_i32([count]), new), 0)
         assert result.failure is None
-        tokens += np.asarray(i32(result.tokens)).tolist()
+        tokens += i32(result.tokens).tolist()
         new, count = [], 1
     return tokens
 

@@ -1,6 +1,6 @@
 """One world: three processes, their connections, a clock and two clients; what may happen next, and making it happen.
 
-Choices are texts, so that a sequence of them can be printed and replayed. The first one is what a calm machine would do.
+Choices are texts, so that a sequence of them can be printed and replayed. The first is what a calm machine would do.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from hashlib import blake2b
 from protocol.process import EXIT_REPLACED
 from tests.exploration.network import Connection, Network
 from tests.exploration.processes import Api, Client, Clock, Process, RunnerHost, SchedulerHost, Violation
-from tests.exploration.scenarios import Scenario, expected
+from tests.exploration.scenarios import Ask, Scenario, expected
 
 ROLES: dict[str, Callable[[Network, Clock, int, Scenario], Process]] = {
     "runner": RunnerHost,
@@ -23,7 +23,7 @@ PLACES = (*ROLES, "heir")
 STUCK_TICKS = 150
 HANG_TICKS = 8
 """Longer than any lease and silence of these worlds but the API's, in which nothing has to be detected."""
-_expected = {}
+_expected: dict[Ask, list[int]] = {}
 
 
 def _tag(frame: bytes) -> bytes:
@@ -99,7 +99,7 @@ class World:
             and not self.frozen
             and "heir" not in self.live
             and not self._deliverable()
-            and not self.scheduler.leftovers()
+            and not self._held()
         )
 
     def choices(self) -> list[str]:

@@ -16,7 +16,7 @@ from harness import ROOT, wait_until
 
 from protocol.process import EXIT_REPLACED
 
-# One supervisor over programs that the test names: `role=code` pairs, in start order.
+# One supervisor over programs that the test names: `role=code` pairs, in start order; `api_1` and `api_2` are a group.
 HOST = """
 import os, sys, threading
 from ops.child import Program
@@ -27,7 +27,8 @@ for pair in sys.argv[2:]:
     role, code = pair.split("=", 1)
     environment = {**os.environ, "PLACE": place, "PYTHONUNBUFFERED": "1"}
     grace = float(os.environ["GRACE"])
-    programs.append(Program(role, [sys.executable, "-c", code], environment, {"AGAIN": "1"}, grace))
+    group = role.partition("_")[0] if "_" in role else ""
+    programs.append(Program(role, [sys.executable, "-c", code], environment, {"AGAIN": "1"}, grace, group))
 supervisor = Supervisor(
     programs,
     write=lambda text: print(text, flush=True),
@@ -140,6 +141,18 @@ def test_a_signal_ends_all_in_reverse_order_and_cleanly(supervise: Callable[...,
     said = [line.split("|")[0].strip() for line in host.log().splitlines() if line.endswith("bye")]
     assert said == ["api", "runner"]
     assert (host.place / "cleaned").exists()
+
+
+def test_a_group_is_told_to_end_together_and_the_others_wait_for_all_of_it(supervise: Callable[..., Host]) -> None:
+    host = supervise(stop_grace_s=20.0, runner=UP, api_1=DRAINS, api_2=DRAINS)
+    host.until("READY")
+    host.until("| up", 3)
+    host.process.send_signal(signal.SIGTERM)
+    host.until("| draining", 2)
+    assert "bye" not in host.log(), "the runner goes on while they drain"
+    (host.place / "drained").touch()
+    assert host.end() == 0
+    assert host.log().count("| draining") == 2
 
 
 def test_a_child_that_dies_is_started_again_with_its_restart_settings(supervise: Callable[..., Host]) -> None:
