@@ -277,14 +277,17 @@ class ServerChannel(Generic[R]):
 
     def welcome(self, identity: bytes, welcome: Welcome) -> None:
         """Open a session for the peer whose Hello came through `receive`. Raises PeerGone if it has left."""
+        if identity not in self._hellos:
+            raise PeerGone("it has said no hello since the last answer")
         number, hello = self._hellos.pop(identity)
         self._sessions[identity] = _Session(number, hello, last_seen=self._clock())
         self.send(identity, welcome)
 
     def refuse(self, identity: bytes, refusal: Refused) -> None:
-        """Turn down the peer whose Hello came through `receive`."""
-        number, _ = self._hellos.pop(identity)
-        self._refuse(identity, number, refusal)
+        """Turn down the peer whose Hello came through `receive`, if it hasn't been answered."""
+        if identity in self._hellos:
+            number, _ = self._hellos.pop(identity)
+            self._refuse(identity, number, refusal)
 
     def send(self, identity: bytes, message: msgspec.Struct) -> None:
         """Send to a welcomed peer. Raises PeerGone or ChannelFull; encoding errors reach the caller unsent."""

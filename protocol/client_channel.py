@@ -251,7 +251,7 @@ class ClientChannel(Generic[R]):
                 asked = self._last_hello
                 self._disconnect()
                 self._last_hello = asked  # the next Hello in its time: at once would ask as fast as the peer refuses
-            return True
+            return message.code != wire.REPLAYED  # the answer to that Hello was lost: the next one says another number
         if not self.connected:
             self.stats.stale_frames += 1
             return False

@@ -280,7 +280,7 @@ class SchedulerLink:
             self._dismiss(None if holder.identity == identity else Goodbye(FENCED, f"{named(hello)} took over"))
             if self._holder is None:
                 self._hand_to(Holder(identity, hello))
-            else:
+            elif self._holder.identity != identity:  # else it was the heir, and one Welcome serves both its hellos
                 self.channel.refuse(identity, Refused(wire.OCCUPIED, f"{named(self._holder.hello)} takes over"))
 
     def _hand_to(self, holder: Holder) -> None:

@@ -162,6 +162,7 @@ def run(config: RunnerConfig) -> int:
                 pages={"/steps": steps.page},
             ):
                 link.start()
+                watch.turn(0)  # from now on a hang is noticed: the link's first beat comes half a second later
                 limits = executor.limits
                 log.info(
                     "ready at %s: %s (%s), %d blocks of %d tokens, up to %d tokens a request",

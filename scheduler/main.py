@@ -79,6 +79,7 @@ def run(config: SchedulerConfig) -> int:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     registry = new_registry("scheduler")
     exposition = _Exposition(config, registry)
+    watchdog = Watchdog.from_environment()
     try:
         ensure_private_dir(config.runtime_dir)
         process = SchedulerProcess(
@@ -86,7 +87,7 @@ def run(config: SchedulerConfig) -> int:
             context,
             Metrics(registry),
             on_bound=exposition.take_over,
-            beat=Watchdog.from_environment().beat,
+            beat=watchdog.beat,
         )
         if process.links.apis.bound:
             exposition.open()
@@ -99,6 +100,7 @@ def run(config: SchedulerConfig) -> int:
         context.destroy(linger=0)
         return EXIT_CONFIG
     gc.freeze()
+    watchdog.beat()  # from now on a hang is noticed: the loop's first beat comes half a second later
     try:
         with StopSignal() as stop:
             return process.run(stop)

@@ -83,7 +83,9 @@ class Storm:
     async def run(self, plan: Plan, after_each: Callable[[int], None]) -> None:
         """All disturbances of the plan, then calm. Raises Stuck when the streams don't go on."""
         kinds = plan.order(self.rng)
-        follows = [number > 0 and self.rng.random() < plan.share_at_once for number in range(len(kinds))] + [False]
+        # What is frozen has to have run: who hangs before the first sign of life is not known to be there.
+        follows = [kind not in FREEZES and self.rng.random() < plan.share_at_once for kind in kinds] + [False]
+        follows[0] = False
         for number, kind in enumerate(kinds):
             if not follows[number]:
                 await self._calm(plan)

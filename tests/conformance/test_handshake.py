@@ -83,7 +83,7 @@ def test_a_repeated_hello_is_one_session(chain: Chain) -> None:
         stranger.send(hello(), session=9)
     chain.until(lambda: stranger.of(Welcome), "a welcome")
     submit = ask(chain, 1)
-    stranger.send(submit, session=9, sequence=1)
+    stranger.send(submit, session=9, sequence=0)
     stranger.send(hello(), session=9)
     chain.until(lambda: any(o.finished for o in stranger.received if hasattr(o, "finished")), "the request's end")
     assert len(stranger.of(Welcome)) == 1
@@ -125,7 +125,7 @@ def test_fields_that_a_newer_peer_appends_are_ignored(chain: Chain) -> None:
     stranger.send(hello(), session=1)
     chain.until(lambda: stranger.of(Welcome), "a welcome")
     fields = [*msgspec.to_builtins(ask(chain, 1), builtin_types=(bytes,)), "a field of tomorrow", 17]
-    stranger.send_bytes(b"\x01\0\0\0\x01\0\0\0" + msgspec.msgpack.encode(fields))
+    stranger.send_bytes(b"\x01\0\0\0\0\0\0\0" + msgspec.msgpack.encode(fields))
     chain.until(lambda: any(o.finished for o in stranger.received if hasattr(o, "finished")), "the request's end")
 
 

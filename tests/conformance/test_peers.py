@@ -147,7 +147,7 @@ def test_a_replayed_frame_is_dropped(chain: Chain) -> None:
     chain.until(lambda: stranger.of(Welcome), "a welcome")
     bad = Submit(5, b"", SamplingParams(4))
     for _ in range(3):
-        stranger.send(bad, session=1, sequence=1)
+        stranger.send(bad, session=1, sequence=0)
     chain.until_statuses(api, 1)
     assert [len(outputs.rejected) for outputs in stranger.of(Outputs)] == [1]
 

@@ -126,6 +126,19 @@ def test_a_scheduler_is_replaced_by_hand_while_streams_run_and_no_token_is_lost(
             successor.process.wait()
 
 
+def test_the_real_model_says_the_same_across_a_takeover_and_a_kill() -> None:
+    with running_server("--dtype", "float32", "--num-threads", "1") as server:
+        expected = texts_of(server, 60, 2)
+        streams = [Stream(server, f"prompt {number}", 60) for number in range(2)]
+        begun(streams)
+        with taking_over(server, "--preset", "vllm") as successor:
+            successor.wait_for_log("in the place of the former scheduler")
+            went_on(streams)
+            successor.process.kill()
+            assert [stream.end() for stream in streams] == expected
+            successor.process.wait()
+
+
 def test_a_second_scheduler_without_takeover_says_who_holds_the_place_and_ends() -> None:
     with running_server(*SIM) as server:
         stream = Stream(server, "prompt", 300)

@@ -88,6 +88,15 @@ COURSES = {
         *("submit first", "takeover", "submit second", "up api1 all", "kill runner kept", "start runner"),
         *("up scheduler1", "notice scheduler2", "tick", "up scheduler2 all", "notice scheduler1", "up scheduler1 all"),
     ),
+    "an heir that says hello again when the one it replaces is dead": (
+        "a shared prefix",
+        *("takeover", "notice scheduler2", "up scheduler2", "break scheduler2", "kill scheduler lost"),
+    ),
+    "an heir whose welcome finds no room": (
+        "a stopped text",
+        *("takeover", "notice scheduler2", "full scheduler2", "up scheduler2", "tick", "compute", "up scheduler2"),
+        "down scheduler2",
+    ),
 }
 
 

@@ -106,11 +106,10 @@ CONSERVATIVENESS = Experiment(
     name="conservativeness",
     title="Conservativeness of the predictive admission",
     asks="SGLang's admission reserves a share of what the running requests may still put out. The share starts at "
-    "0.7 times `schedule_conservativeness`, decays while all goes well, and jumps up when the pool was full. "
-    "6,000 conversations on 4,096 blocks in overload; each asks for 1,024 tokens and ends where the record "
-    "says.",
-    options=f"--preset sglang {UNTOLD}",
-    trace=CONV,
+    "0.7 times `schedule_conservativeness`, decays while all goes well, and jumps up when the pool was full. 400 "
+    "requests of about 200 tokens wait from the start; each asks for 2,048 and ends after about 1,000.",
+    options="--preset sglang --depth 1 --blocks 4096 --unknown-lengths 2048",
+    trace=made.decoding(200, 1000),
     runs=tuple(
         Run(f"{value:g}", f"--set schedule_conservativeness={value:g}", line="conservativeness", x=value)
         for value in (0.3, 1.0, 2.0)
@@ -121,7 +120,7 @@ CONSERVATIVENESS = Experiment(
         Plot("time", "Retractions over time", ("preemptions",), y="retractions per bin"),
         Plot("time", "Throughput over time", ("outputs_per_s",), y="output tokens/s"),
     ),
-    quick="--limit 900 --time-scale 0.3",
+    quick_requests=200,
     quick_runs=("0.3", "2"),
     teaches="",
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -47,7 +48,8 @@ def run_experiment(
 ) -> Outcome:
     """All runs of an experiment. Made traces are written to the folder `traces`.
 
-    Runs that are in `known`, by their command, aren't repeated. `after` is called after each.
+    A short form is compared with no recorded run, since it isn't the same. Runs that are in `known`, by their command,
+    aren't repeated. `after` is called after each.
     """
     before = {told.command: told for told in known.runs} if known is not None else {}
     outcome = Outcome(experiment.name, quick, [])
@@ -58,7 +60,7 @@ def run_experiment(
         options = " ".join(part for part in (experiment.options, run.options, experiment.quick * quick) if part)
         told = before.get(command_of(trace, options))
         if told is None:
-            told = _told(experiment, run, trace, options)
+            told = _told(experiment, replace(run, anchor="") if quick else run, trace, options)
         outcome.runs.append(msgspec.structs.replace(told, label=run.label, line=run.line, x=run.x))
         after(outcome)
     return outcome
