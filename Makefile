@@ -14,7 +14,7 @@ CHAOS_ARGS ?=
 # Many tests wait for processes and deadlines rather than for the CPU: two at a time use two cores well.
 TEST_ARGS ?= -n 2 --dist loadfile
 
-.PHONY: serve test chaos explore lint format clean help
+.PHONY: serve test chaos explore lint format experiments clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make chaos   kill, stop and replace processes under load (CHAOS_ARGS='--each 500 --seed 2')"
 	@echo "make explore small worlds in every order of events and with every fault at each point (an hour)"
 	@echo "make lint    ruff and mypy"
+	@echo "make experiments  all of docs/experiments.md again (half an hour)"
 	@echo "make clean   remove what the other targets made, .venv included"
 
 serve: $(VENV)/.serve $(VENV)/.kernels
@@ -45,6 +46,9 @@ lint: $(VENV)/.test
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+experiments: $(VENV)/.serve
+	$(BIN)/python -m ops.replay.experiments --all
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -24,14 +24,20 @@ LONGEST_SOCKET = "scheduler.metrics.sock"
 _SWEEP_LOCK = ".lock"
 _PREFIX = "run-"
 _CLEANER = """
-import fcntl, glob, os, shutil, signal, sys
+import fcntl, glob, os, shutil, signal, sys, time
 for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     signal.signal(signum, signal.SIG_IGN)
 sys.stdin.buffer.read()
 path, made = sys.argv[1:]
-try:
-    fcntl.flock(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW), fcntl.LOCK_EX | fcntl.LOCK_NB)
-except OSError:
+for attempt in range(20):
+    try:
+        fcntl.flock(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        break
+    except BlockingIOError:
+        time.sleep(0.1)
+    except OSError:
+        sys.exit()
+else:
     sys.exit()
 if made:
     shutil.rmtree(path, ignore_errors=True)
@@ -40,7 +46,7 @@ else:
         os.unlink(entry)
 """
 """Waits for the end of the process that started it, however that ends, and removes what it could not. Not if another
-instance has the directory by then."""
+instance has the directory by then: one that keeps the lock, as a child does not that was forked in the last instant."""
 
 
 class RuntimeDir:

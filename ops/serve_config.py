@@ -24,7 +24,10 @@ class ServeConfig:
         600.0, help="how long loading may take before the start counts as failed", unit="s", minimum=1
     )
     restart_limit: int = setting(
-        3, help="failures of one process in a row, each within restart_window_s, that end all of it", minimum=1
+        16,
+        help="failures of one process in a row, each within restart_window_s, that end all of it; a request that kills "
+        "the runner is found among n after log2(n) + 4 of them",
+        minimum=1,
     )
     restart_window_s: float = setting(
         30.0, help="a process that lived this long starts again without being counted", unit="s", minimum=0

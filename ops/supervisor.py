@@ -21,7 +21,7 @@ from protocol.process import EXIT_REPLACED, StopSignal
 EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
 PROBE_INTERVAL_S = 0.1
 LOOK_INTERVAL_S = 0.2
-TAKEOVER_PATIENCE_S = 10.0
+TAKEOVER_PATIENCE_S = 2.0
 """How long the process that replaced a child may take to be found in its place."""
 SIGNAL_ECHO_S = 0.3
 
@@ -271,7 +271,7 @@ class Supervisor:
                 slot.child.signal(signal.SIGTERM)
 
     def _stopped(self, slot: _Slot, status: int) -> None:
-        if status != EXIT_OK:
+        if status not in (EXIT_OK, -signal.SIGTERM):  # one that was still starting has no handler yet
             self._say(f"{slot.program.role} {describe_exit(status)} while stopping")
             self._exit = self._exit or EXIT_FAILED
         self._stop_next()

@@ -66,7 +66,8 @@ class Suspension:
         request.transition(RequestStatus.PREEMPTED)
         request.num_preemptions += 1
         core.stats.preemptions += 1
-        may_swap = may_swap and not request.open  # a session may have nothing to compute when it comes back
+        # A session may have nothing to compute when it comes back; a suspect comes back by its own door.
+        may_swap = may_swap and not (request.open or request.quarantined)
         swapped = may_swap and self._swap(request, computed)
         core.pool.release(request.blocks)
         request.blocks = []

@@ -46,7 +46,7 @@ def cpu_seconds(pid: int) -> float:
     """CPU time of a process since its start. ProcessLookupError if it is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it went before, or while its file was read
         raise ProcessLookupError(f"process {pid} is gone") from None
     fields = text.rpartition(")")[2].split()  # the name in parentheses may hold anything
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S

@@ -27,6 +27,8 @@ COMMON = (
     "--runner-silence-s", "1", "--heartbeat-timeout-s", "1", "--lease-s", "2", "--hang-timeout-s", "3",
 )  # fmt: skip
 LOOK_EVERY = 5
+USUAL_GAP_S = 0.5
+"""A silence that began longer before a disturbance than this is an earlier one's."""
 Say = Callable[[str], None]
 
 
@@ -42,7 +44,7 @@ class Setting:
 
 
 BACKENDS: Mapping[str, Setting] = {
-    # 127 blocks are too few for 16 clients: requests are preempted all the time.
+    # 255 blocks are too few for 16 clients: requests are preempted all the time.
     "sim": Setting(
         ("--backend", "sim", "--sim-step-ms", "2", "--sim-num-blocks", "256", "--sim-eos-rate", "0.003"),
         Lengths(prompt=(5, 200), output=(20, 300)), spacing=(100, 500), clients=16, asks=42,
@@ -80,7 +82,8 @@ class Report:
         for event, after in zip(self.events, [*self.events[1:], None], strict=True):
             if event.kind == kind and event.alone and kind not in WITHOUT_PAUSE:
                 end = after.at if after else float("inf")
-                found.append(max((gap for at, gap in self.gaps if event.at < at <= end), default=0.0))
+                own = (gap for at, gap in self.gaps if event.at < at <= end and at - gap > event.at - USUAL_GAP_S)
+                found.append(max(own, default=0.0))
         return found
 
     def json(self) -> dict[str, Any]:

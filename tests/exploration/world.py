@@ -9,8 +9,9 @@ from collections.abc import Callable
 from hashlib import blake2b
 
 from protocol.process import EXIT_REPLACED
+from tests.exploration.determined import Clock
 from tests.exploration.network import Connection, Network
-from tests.exploration.processes import Api, Client, Clock, Process, RunnerHost, SchedulerHost, Violation
+from tests.exploration.processes import Api, Client, Process, RunnerHost, SchedulerHost, Violation
 from tests.exploration.scenarios import Ask, Scenario, expected
 
 ROLES: dict[str, Callable[[Network, Clock, int, Scenario], Process]] = {

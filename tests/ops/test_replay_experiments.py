@@ -63,7 +63,7 @@ def test_a_watermark_and_few_slots_both_stop_a_storm_but_only_one_keeps_the_thro
     assert uncached["replayed"] > 2 * storm["replayed"]
 
 
-@pytest.mark.parametrize("label", ["watermark 0.02, load 1.0", "max_num_seqs 32, load 1.4", "cache off, load 1.4"])
+@pytest.mark.parametrize("label", ["watermark 0.02, load 1.4", "cache off, load 1.0"])
 def test_the_storm_is_vllms_own_decision_for_decision(label: str) -> None:
     """The first 10,000 steps; the document has the whole runs."""
     storm = EXPERIMENTS["storm"]
@@ -100,10 +100,9 @@ def test_a_victim_loses_what_the_others_have_overwritten_unless_it_was_swapped(o
 
 def test_the_longest_prefix_first_finds_more_in_the_cache_until_the_queue_is_long(outcomes: Any) -> None:
     runs = by_label(outcomes("prefixes"))
-    assert runs["lpm, 12/s"]["hit_rate"] > runs["fcfs, 12/s"]["hit_rate"]
-    flipping, steady = runs["lpm, 16/s"], runs["lpm without the flip, 16/s"]
+    flipping, steady = runs["lpm, 24/s"], runs["lpm without the flip, 24/s"]
     assert flipping["waiting_peak"] > 128
-    assert steady["hit_rate"] > flipping["hit_rate"]
+    assert steady["hit_rate"] > flipping["hit_rate"] > runs["fcfs, 24/s"]["hit_rate"]
 
 
 def test_the_age_bound_ends_starvation(outcomes: Any) -> None:
@@ -169,7 +168,7 @@ def test_the_document_has_each_experiments_command_plots_and_lesson(name: str) -
     text, experiment = DOCUMENT.read_text(encoding="utf-8"), EXPERIMENTS[name]
     assert f"{COMMAND} {name}\n" in text
     assert experiment.teaches
-    assert experiment.teaches in text
+    assert experiment.teaches in " ".join(text.split())
     for picture in pictures(experiment, Outcome(name, False, [])):
         assert f"(experiments/{picture})" in text
         assert (OUT / picture).exists()
@@ -220,7 +219,7 @@ def test_made_traces_are_the_same_every_time() -> None:
 def test_a_real_peak_is_where_growth_and_ends_balance() -> None:
     known, ends = np.array([16, 16], np.int32), np.array([24, 116], np.int64)
     assert real_peak(known, ends, 4) == 29  # the long one alone, at its end: 115 tokens
-    assert real_peak(known, np.array([24, 24], np.int64), 4) == 2 * 5  # both hold 20 tokens just before they end
+    assert real_peak(known, np.array([24, 24], np.int64), 4) == 2 * 6  # both hold 23 tokens just before they end
 
 
 def test_a_chart_without_points_is_still_a_picture() -> None:

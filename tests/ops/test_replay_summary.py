@@ -76,7 +76,7 @@ def test_every_computed_token_has_a_use(preset: str, lengths: tuple[Any, ...]) -
 
 
 def test_steps_past_an_end_that_was_not_known_are_wasted() -> None:
-    known, unknown = (one(*PRESSED, *more) for more in ((), ("--unknown-lengths", 600)))
+    known, unknown = (one(*PRESSED, "--depth", 2, *more) for more in ((), ("--unknown-lengths", 600)))
     assert known.tokens.wasted == 0
     assert known.ends == {"length": 120}
     assert unknown.tokens.wasted > 0

@@ -177,6 +177,7 @@ class History:
     def drain(self, most: int) -> int:
         """Finish everything, closing sessions and answering what was asked. Returns the number of passes."""
         for passes in range(most + 1):
+            self.orders += self.isolated.orders()
             if not self.core.has_requests and not self.isolated.pending and not self.orders:
                 self.isolated.check_drained()
                 return passes

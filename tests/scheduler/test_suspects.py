@@ -7,7 +7,7 @@ from math import ceil, log2
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from protocol.messages import GrammarStatus, RequestStatus
@@ -369,6 +369,20 @@ def test_passes_without_suspects_know_nothing_of_them() -> None:
     delay=st.integers(0, 3),
     culprits=st.sets(st.integers(1, 12), max_size=3),
     most_tokens=st.sampled_from([20, 1000]),
+)
+@example(  # a suspect that is preempted meanwhile: swapped out, it would come back past its own limit
+    config={"preset": "triptych", "recovery_policy": "swap", "max_num_batched_tokens": 64, "max_num_seqs": 2},
+    events=[
+        ("add", 42, 1, 0, 0, "plain"),
+        ("step", 1),
+        ("add", 49, 14, 0, 0, "plain"),
+        ("add", 17, 1, 0, 0, "plain"),
+        ("add", 1, 17, 0, 0, "plain"),
+    ],
+    usable=5,
+    delay=0,
+    culprits=set(),
+    most_tokens=20,
 )
 def test_whatever_the_policies_and_the_history_only_culprits_end_with_an_error(
     config: dict[str, Any],

@@ -26,7 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--all", action="store_true", help="all of them")
     parser.add_argument("--quick", action="store_true", help="a short form that shows the direction; no document")
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="where JSON and SVG go")
-    parser.add_argument("--resume", action="store_true", help="keep the runs that DIR has from the same command")
+    parser.add_argument("--resume", action="store_true", help="keep what DIR has of runs by the same command")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="where made-up traces are kept (not at all)")
     return parser
 
@@ -60,7 +60,8 @@ def one(experiment: Experiment, options: argparse.Namespace, traces: Path) -> No
         write_atomically(path, msgspec.json.format(msgspec.json.encode(outcome), indent=1) + b"\n")
         print(f"{experiment.name}: {len(outcome.runs)} of {len(experiment.runs)} runs", file=sys.stderr)
 
-    known = read(options.out, experiment.name) if options.resume else None
+    stored = [read(options.out, name) for name in EXPERIMENTS] if options.resume else []
+    known = {told.command: told for outcome in stored if outcome is not None for told in outcome.runs}
     outcome = run_experiment(experiment, traces, quick=options.quick, known=known, after=keep)
     for name, picture in pictures(experiment, outcome).items():
         write_atomically(options.out / name, picture)

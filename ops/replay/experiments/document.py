@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,15 +14,18 @@ from ops.replay.experiments.figures import FIGURES
 from ops.replay.experiments.running import Outcome, of_plot
 from ops.replay.experiments.spec import Experiment, Plot
 
+WIDTH = 120
 COMMAND = "python -m ops.replay.experiments"
 
 HEAD = f"""# Experiments
 
 What the scheduler's choices are worth, by replay: the serving scheduler on a virtual clock, with the cost of an 8B
-model on one 80 GB GPU (`triptych replay --help`). All of it is deterministic. `{COMMAND} --all` runs everything (most
-of an hour on one core) and writes this file; `--quick` is a short form that takes seconds. Beside the plots,
-`docs/experiments/NAME.json` has all figures of each run, and the `triptych replay` command that repeats it.
-Times are virtual; load 1.0 is what the machine can just do.
+model on one 80 GB GPU (`triptych replay --help`). All of it is deterministic; times are virtual; load 1.0 is what the
+machine can just do.
+
+`{COMMAND} --all` (`make experiments`) runs everything, half an hour on one core, and writes
+this file. `--quick` is a short form that takes seconds. Beside the plots, `docs/experiments/NAME.json` has all figures
+of each run, and the `triptych replay` command that repeats it.
 
 """
 
@@ -63,9 +67,13 @@ def section(experiment: Experiment, outcome: Outcome) -> str:
         for number, one in enumerate(experiment.plots, start=1)
     )
     return (
-        f"## {experiment.title}\n\n{experiment.asks}\n\n    {COMMAND} {experiment.name}\n\n"
-        f"{images}\n\n{table(experiment, outcome)}\n\n{experiment.teaches}\n"
+        f"## {experiment.title}\n\n{_filled(experiment.asks)}\n\n    {COMMAND} {experiment.name}\n\n"
+        f"{images}\n\n{table(experiment, outcome)}\n\n{_filled(experiment.teaches)}\n"
     )
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def document(experiments: Mapping[str, Experiment], outcomes: Mapping[str, Outcome]) -> str:

@@ -13,6 +13,7 @@ SCALES = {
     SYNTHETIC: (4.092, 2.455, 1.754),
 }
 LOADS = (0.6, 1.0, 1.4)
+USUAL_PATIENCE = 1.6
 FILES = {CODE: "csv", CONV: "csv", MOONCAKE: "jsonl", SYNTHETIC: "jsonl"}
 TOLD = "--slo-ttft 2 --slo-tpot 0.05 --unknown-lengths 8192 --depth 1"
 
@@ -66,10 +67,16 @@ OBJECTIVES = Experiment(
     options=TOLD,
     runs=tuple(_main(trace, load) for trace in SCALES for load in LOADS),
     columns=("goodput", "vllm_goodput", "rate_ratio", "e2e_ratio", "completed", "preemptions"),
-    plots=(Plot("against", "Share of requests within the objectives", ("goodput", "vllm_goodput"), x="load"),),
+    plots=(
+        Plot("against", "Share of requests within the objectives", ("goodput",), x="load"),
+        Plot("against", "The same under vLLM's recorded decisions", ("vllm_goodput",), x="load"),
+    ),
     quick="--limit 600",
     quick_runs=("azure code, 1.4", "mooncake synthetic, 1.0"),
-    teaches="",
+    teaches="Order decides: the machine does the same work in the same time (requests/s within 1 % of vLLM's), and "
+    "most of the requests that first come, first served makes late to a man are on time. What can't be on "
+    "time is served later, not never; at load 1.0 and above somebody has to be late. For the conversation "
+    "trace at load 1.0 that is a trade with the longest wait, which the last experiment shows.",
 )
 
 PARTS_OF_IT = Experiment(
@@ -77,12 +84,22 @@ PARTS_OF_IT = Experiment(
     title="Ablations: what each part of the default preset is worth",
     asks="The same at load 1.0 on the two Azure traces, with one part at a time replaced by what vLLM does there.",
     options=TOLD,
-    runs=tuple(_part(label, settings, trace, 1.0) for trace in (CODE, CONV) for label, settings in PARTS),
+    runs=tuple(
+        _part(label, settings, trace, 1.0)
+        for trace in (CODE, CONV)
+        for label, settings in PARTS
+        if trace == CONV or label != "forecast admission"
+    ),
     columns=("goodput", "rate_ratio", "e2e_ratio", "ttft_p50", "tpot_p99", "preemptions"),
     plots=(Plot("bars", "Share of requests within the objectives, load 1.0", ("goodput",)),),
     quick="--limit 600",
     quick_runs=tuple(f"code, {label}" for label, _ in PARTS[:4]),
-    teaches="",
+    teaches="Pacing comes first: without it decodes ride whole prefill steps (TPOT 340 ms on code), nobody keeps 50 "
+    "ms, and the on-time order has no learned step cost to judge by, so that it is first come, first served: "
+    '"no pacing" and "neither" are the same run. Pacing alone keeps the streams\' pace, but as soon as a queue '
+    "has built up everybody is late for the first token. The order on top of it is worth half of all "
+    "requests. Neither costs throughput. Forecast admission has nothing to do on the full pool under these "
+    "loads.",
 )
 
 LATE = Experiment(
@@ -97,17 +114,14 @@ LATE = Experiment(
         *(
             Run(
                 f"late_patience={patience:g}",
-                f"--set late_patience={patience:g}",
+                f"--set late_patience={patience:g}" if patience != USUAL_PATIENCE else "",
                 line="late_patience",
                 x=patience,
                 anchor=f"main_{CONV}_1.0",
             )
-            for patience in (1.0, 1.3, 1.6, 2.0, 3.0, 5.0)
+            for patience in (1.0, USUAL_PATIENCE, 2.0, 3.0, 5.0)
         ),
-        *(
-            Run(f"late_share={share:g}", f"--set late_share={share:g}", anchor=f"main_{CONV}_1.0")
-            for share in (0.3, 0.6)
-        ),
+        Run("late_share=0.5", "--set late_share=0.5", anchor=f"main_{CONV}_1.0"),
     ),
     columns=("goodput", "e2e_ratio", "rate_ratio", "ttft_p50", "ttft_p99"),
     plots=(
@@ -116,5 +130,12 @@ LATE = Experiment(
     ),
     quick="--limit 900 --time-scale 0.25",
     quick_runs=("late_patience=1", "late_patience=3"),
-    teaches="",
+    teaches="Work is conserved: an order moves lateness about, and the backlog at the peak is what it is. Those who "
+    "are late wait (their backlog) ÷ (their share of the machine). To keep the longest E2E within a quarter "
+    "of what first come, first served gives, the late must get 60 % of the machine and more at the peak, and "
+    "what is left bounds how many are on time: 85 % over this hour. Letting the late wait longer buys the "
+    "rest: 92 % at 1.8 times the longest E2E, 94 % at 2.5 times, near what order alone allows (0.96 by a "
+    "fluid estimate). So nine in ten on time and nobody more than a quarter later than under first come can't "
+    "both be had on this trace; `late_patience` chooses. `late_share` is the worse lever: at 0.5 it buys as "
+    "many on time as a patience of 2 does, for a longer wait.",
 )

@@ -18,6 +18,7 @@ from scheduler.policies.forecast import Forecast
 from scheduler.policies.peak import Outlook
 from scheduler.presets import Strategies
 
+MOST_PAIRS = 100
 APART_NS = 500_000_000
 """Virtual time between two forecasts that are looked at: neighbours say the same."""
 
@@ -85,7 +86,9 @@ class PeakWatcher:
 
     def pairs(self) -> list[tuple[float, float]]:
         """(forecast, real), thinned."""
-        return [(round(forecast, 1), real) for forecast, real in self._pairs[:: -(-len(self._pairs) // 400) or 1]]
+        return [
+            (round(forecast, 1), real) for forecast, real in self._pairs[:: -(-len(self._pairs) // MOST_PAIRS) or 1]
+        ]
 
 
 def real_peak(known: npt.NDArray[np.int32], ends: npt.NDArray[np.int64], block_size: int) -> int:

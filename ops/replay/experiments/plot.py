@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from html import escape
 
@@ -44,7 +45,7 @@ def bars(title: str, y: str, groups: Sequence[str], of: Mapping[str, Sequence[fl
                 f'height="{HEIGHT - BOTTOM - top:.1f}" fill="{COLOURS[index % len(COLOURS)]}"/>'
             )
         middle = LEFT + room * (place + 0.5)
-        for row, text in enumerate(_broken(group, int(room / 6.2))):
+        for row, text in enumerate(textwrap.wrap(group, max(int(room / 6.2), 8))[:3]):
             parts.append(
                 f'<text x="{middle:.1f}" y="{HEIGHT - BOTTOM + 15 + 12 * row}" text-anchor="middle" font-size="11">'
                 f"{escape(text)}</text>"
@@ -107,20 +108,17 @@ def _frame(title: str, x: str, y: str, names: Sequence[str]) -> list[str]:
         f'transform="rotate(-90 14 {(TOP + HEIGHT - BOTTOM) / 2})">{escape(y)}</text>',
         f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM}" stroke="#888"/>',
     ]
-    at = float(LEFT)
+    at, row = float(LEFT), 0
     for index, name in enumerate(names):
-        parts.append(f'<rect x="{at:.0f}" y="29" width="10" height="10" fill="{COLOURS[index % len(COLOURS)]}"/>')
-        parts.append(f'<text x="{at + 14:.0f}" y="38">{escape(name)}</text>')
-        at += 30 + 6.6 * len(name)
+        wide = 30 + 6.6 * len(name)
+        if at + wide > WIDTH and at > LEFT:
+            at, row = float(LEFT), row + 14
+        parts.append(
+            f'<rect x="{at:.0f}" y="{26 + row}" width="10" height="10" fill="{COLOURS[index % len(COLOURS)]}"/>'
+        )
+        parts.append(f'<text x="{at + 14:.0f}" y="{35 + row}">{escape(name)}</text>')
+        at += wide
     return parts
-
-
-def _broken(text: str, width: int) -> list[str]:
-    """The words in two lines at most."""
-    if len(text) <= width or " " not in text:
-        return [text]
-    cut = min((i for i, c in enumerate(text) if c == " "), key=lambda i: abs(i - len(text) / 2))
-    return [text[:cut], text[cut + 1 :]]
 
 
 def _label(value: float) -> str:

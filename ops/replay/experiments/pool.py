@@ -49,7 +49,11 @@ RUNWAY = Experiment(
     plots=(Plot("against", "Steps until the first preemption", ("runway",), x="watermark", y="steps"),),
     quick_requests=made.STREAMS,
     quick_runs=("watermark 0.01", "watermark 0.02"),
-    teaches="",
+    teaches="A watermark is a time: blocks divided by blocks a step, 20 steps for 51 blocks, 81 for 204, 327 for 819. "
+    "What has to happen within it is that somebody ends. Of 40 answers of L tokens that end evenly one ends "
+    "every L/40 steps, so that 0.01 covers L up to about 3,280 tokens, at any block size; twice as many "
+    "streams halve the runway and the wait for an end alike. When all stop at the same length, as here, no "
+    "watermark saves them: it only moves the first preemption.",
 )
 
 WATERMARK = Experiment(
@@ -77,7 +81,13 @@ WATERMARK = Experiment(
     ),
     quick_requests=120,
     quick_runs=("0, cache on", "0.01, cache on", "0.16, cache on", "0, cache off", "0.16, cache off"),
-    teaches="",
+    teaches="The cliff: the first hundred blocks, a runway of 40 steps, take 80 % of the preemptions away, and the "
+    "next hundred half of the rest; ends come at random here, and the runway has to outlast the gap between "
+    "two. The slope: every block kept free is one that nobody computes with, 0.16 costs 3 % of the "
+    "throughput. It is that flat because a step's time at 40 long contexts is mostly attention, so fewer rows "
+    "are faster steps. What a preemption costs depends on the cache: with it, 72 of them cost half a per "
+    "cent, without it 4 %. Between 0.005 and 0.02 nothing is to be gained; too little is worse than too much "
+    "only without a cache.",
 )
 
 STORM = Experiment(
@@ -94,9 +104,15 @@ STORM = Experiment(
         Plot("bars", "Preemptions", ("preemptions",)),
         Plot("bars", "Requests per second", ("requests_per_s",)),
     ),
-    quick="--limit 2500",
+    quick="--limit 1500",
     quick_runs=tuple(f"{label}, load 1.4" for _, label, _ in STORMS),
-    teaches="",
+    teaches="All eight runs are decision for decision what vLLM's own scheduler did. The watermark takes 99.5 % of "
+    "the preemptions away and costs nothing: at 1.4 of capacity throughput even grows by 1 %, since nothing "
+    "is replayed. 32 slots end them all, and 4 % of the throughput at load 1.0 and 12 % at 1.4, with the pool "
+    "six tenths full: a limit on requests is a limit on memory only for requests of one size. At load 1.0 "
+    "that 4 % makes the difference between a queue that drains and one that doesn't: a twelfth as many "
+    "requests are on time. Without the cache a victim replays 1,088 tokens instead of 226, and the storm "
+    "feeds itself: half as many victims more.",
 )
 
 UNTOLD = "--depth 1 --blocks 4096 --unknown-lengths 1024 --time-scale 0.345 --limit 6000"
@@ -122,7 +138,12 @@ CONSERVATIVENESS = Experiment(
     ),
     quick_requests=200,
     quick_runs=("0.3", "2"),
-    teaches="",
+    teaches="The reserve is a bet on how much of its limit a request uses: half of it here, while the ratio decays to "
+    "a floor of 14 % of where it began. So even 2 runs into a full pool, only less often. 0.3 never gets to "
+    "its floor of 0.03: each retraction lifts the ratio to what has been decoded, about 0.3, and it falls "
+    "again, a saw-tooth; 1 and 2 lie on their floors (0.10, 0.14) most of the time. Neither extreme has the "
+    "most throughput: 0.3 replays 2.6 times the tokens of 2, and 2 leaves room unused. The differences are "
+    "small (4 %), because the retractions correct the bet.",
 )
 
 FORECAST = Experiment(
@@ -156,7 +177,14 @@ FORECAST = Experiment(
     ),
     quick="--limit 700",
     quick_runs=("optimistic, watermark 0", "credit", "forecast, confidence 0.5", "forecast, confidence 0.99"),
-    teaches="",
+    teaches="A confidence of 0.99 preempts 26 times instead of 1,079 and has all of the throughput; `credit`, which "
+    "is never wrong, leaves 42 % of the pool unused and 16 % of the throughput with it. On average the "
+    "forecast is right to 2 %. But its confidence is too bold: at 0.95 the real peak is above it in 15 % of "
+    "the cases instead of 5 %, at 0.99 in 1.5 %. It asks at each point in time how much the batch may hold, "
+    "and the highest of many points is above its bound more often than any one of them. At 0.5 half of all "
+    "admissions end in a full pool, no better than reserving nothing. A watermark of 0.02 does as well on "
+    "this trace as the best forecast; it was found by trying, which is what the forecast is to save. "
+    "`predictive` is safe here, at 1 % of the throughput.",
 )
 
 VICTIMS = (
@@ -195,5 +223,11 @@ RECOVERY = Experiment(
     quick_runs=tuple(
         f"{case}, {policy}" for case in ("cache off", "800 in, 600 out") for policy in ("recompute", "swap")
     ),
-    teaches="",
+    teaches="What survives in the cache falls from two thirds to an eighth as the others grow more between a victim's "
+    "leaving and its return, and recompute pays for the rest. With much surviving, recompute wins: nothing is "
+    "copied, and prefill is fast. With nothing or little surviving, swapping at 12 GB/s brings up to 4 % more "
+    "throughput for the whole run, in spite of more preemptions. `auto` chooses well where the cache is off "
+    "and where much survives. Where little does it is wrong: it takes what is in the cache when the victim "
+    "leaves for what will be there when it returns, and recomputes although seven eighths get lost. For long "
+    "answers in a small pool, swapping has to be chosen by hand.",
 )

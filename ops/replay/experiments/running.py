@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def run_experiment(
     traces: Path,
     *,
     quick: bool = False,
-    known: Outcome | None = None,
+    known: Mapping[str, Told] | None = None,
     after: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Outcome:
     """All runs of an experiment. Made traces are written to the folder `traces`.
@@ -51,15 +51,14 @@ def run_experiment(
     A short form is compared with no recorded run, since it isn't the same. Runs that are in `known`, by their command,
     aren't repeated. `after` is called after each.
     """
-    before = {told.command: told for told in known.runs} if known is not None else {}
     outcome = Outcome(experiment.name, quick, [])
     for run in experiment.runs:
         if quick and experiment.quick_runs and run.label not in experiment.quick_runs:
             continue
         trace = _trace(run.trace or experiment.trace, traces, experiment.quick_requests if quick else 0)
         options = " ".join(part for part in (experiment.options, run.options, experiment.quick * quick) if part)
-        told = before.get(command_of(trace, options))
-        if told is None:
+        told = (known or {}).get(command_of(trace, options))
+        if told is None or not set(_over_time(experiment)) <= set(told.series):
             told = _told(experiment, replace(run, anchor="") if quick else run, trace, options)
         outcome.runs.append(msgspec.structs.replace(told, label=run.label, line=run.line, x=run.x))
         after(outcome)
@@ -87,16 +86,19 @@ def ran(trace: Path, options: str, run: Run) -> tuple[Ran, list[tuple[float, flo
 def _told(experiment: Experiment, run: Run, trace: Path, options: str) -> Told:
     one, pairs = ran(trace, options, run)
     figures = {name: figure.of(one) for name, figure in FIGURES.items()}
-    over_time = [name for plot in experiment.plots if plot.kind == "time" for name in plot.figures]
     series = one.result.series
     return Told(
         label=run.label,
         command=command_of(trace, options),
-        figures={name: value for name, value in figures.items() if value is not None},
+        figures={name: float(value) for name, value in figures.items() if value is not None},
         width_s=series.width_s * THINNING,
-        series={name: thinned(getattr(series, name)) for name in over_time},
+        series={name: thinned(getattr(series, name)) for name in _over_time(experiment)},
         pairs=pairs,
     )
+
+
+def _over_time(experiment: Experiment) -> list[str]:
+    return [name for plot in experiment.plots if plot.kind == "time" for name in plot.figures]
 
 
 def thinned(values: Sequence[float]) -> list[float]:
