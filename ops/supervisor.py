@@ -23,6 +23,8 @@ PROBE_INTERVAL_S = 0.1
 LOOK_INTERVAL_S = 0.2
 TAKEOVER_PATIENCE_S = 2.0
 """How long the process that replaced a child may take to be found in its place."""
+START_LIMIT = 3
+"""Failures in a row of one process that end all of it before it has ever been ready: there are no streams to save yet."""
 SIGNAL_ECHO_S = 0.3
 
 
@@ -197,7 +199,8 @@ class Supervisor:
     def _failed(self, slot: _Slot, child: Child, status: int) -> None:
         lived = self._clock() - child.started_at
         slot.quick_failures = slot.quick_failures + 1 if lived < self._policy.stable_after_s else 1
-        if slot.quick_failures >= self._policy.limit:
+        limit = self._policy.limit if self._ready else min(self._policy.limit, START_LIMIT)
+        if slot.quick_failures >= limit:
             times = f"{slot.quick_failures} times in a row" if slot.quick_failures > 1 else "at once"
             self._give_up(f"{slot.program.role} failed {times}; it {describe_exit(status)}", child, EXIT_FAILED)
             return
@@ -207,7 +210,7 @@ class Supervisor:
         when = f"in {wait:g} s" if wait else "now"
         self._say(
             f"{slot.program.role} {describe_exit(status)} after {lived:.1f} s; starting it again {when} "
-            f"(failure {slot.quick_failures} of {self._policy.limit})"
+            f"(failure {slot.quick_failures} of {limit})"
         )
 
     def _give_up(self, reason: str, child: Child, code: int) -> None:

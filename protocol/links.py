@@ -5,6 +5,7 @@ Nothing here keeps a session: that is `protocol.channels`.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import secrets
@@ -183,6 +184,9 @@ def new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket
     return made
 
 
+_monitors = itertools.count()
+
+
 class Monitor:
     """What ZeroMQ tells of a socket's connections: the `events` that have happened, when asked.
 
@@ -193,7 +197,8 @@ class Monitor:
         self._watched = watched
         self.socket: zmq.Socket[bytes] | None = None
         if not address.startswith("inproc://"):
-            self.socket = watched.get_monitor_socket(events)
+            # A name of its own: pyzmq's is made from the descriptor, which may be that of a socket just closed.
+            self.socket = watched.get_monitor_socket(events, f"inproc://monitor-{next(_monitors)}")
 
     def events(self) -> list[int]:
         """What has happened since the last call."""

@@ -327,20 +327,19 @@ class SchedulerLinks:
         self._send_status()
 
     def _on_refused(self, refused: Refused) -> None:
-        """Another scheduler holds the runner: one that has held it was replaced; a new one waits for that lease to end,
-        then gives up. Anything else is final."""
+        """Another scheduler holds the runner: wait for its lease to end, then give up. Anything else is final."""
         if refused.code == wire.BAD_FRAME:
             log.error("the runner could not read a frame: %s", refused.message)
             return
         if refused.code != wire.OCCUPIED:
             raise Stopped(EXIT_REFUSED, f"the runner refuses this scheduler ({refused.code}): {refused.message}")
-        if self.epoch:
-            raise Stopped(EXIT_REPLACED, f"another scheduler has taken over: {refused.message}")
         now = self._clock()
         if not self._refused_since:
             self._refused_since = now
             log.warning("%s; waiting %.0f s for its lease to end", refused.message, self.settings.lease_s)
         elif now - self._refused_since > self.settings.lease_s + 2:
+            if self.epoch:
+                raise Stopped(EXIT_REPLACED, f"another scheduler has taken over: {refused.message}")
             raise Stopped(EXIT_REFUSED, f"{refused.message}; start with --takeover to replace it")
 
     # --- the APIs' side -------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ class SchedulerConfig:
         maximum=1,
     )
     late_patience: float = setting(
-        1.6, help="on-time queue: times the worst first-come wait that late requests may wait", minimum=1
+        1.57, help="on-time queue: times the worst first-come wait that late requests may wait", minimum=1
     )
     queue_seed: int = setting(0, help="random queue: its seed")
     queue_fallback_waiting: int = setting(

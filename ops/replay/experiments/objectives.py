@@ -13,7 +13,7 @@ SCALES = {
     SYNTHETIC: (4.092, 2.455, 1.754),
 }
 LOADS = (0.6, 1.0, 1.4)
-USUAL_PATIENCE = 1.6
+USUAL_PATIENCE = 1.57
 FILES = {CODE: "csv", CONV: "csv", MOONCAKE: "jsonl", SYNTHETIC: "jsonl"}
 TOLD = "--slo-ttft 2 --slo-tpot 0.05 --unknown-lengths 8192 --depth 1"
 
