@@ -161,7 +161,7 @@ class Socket:
         if self.connection.router is not None:
             self.tell(DISCONNECTED)
 
-    def get_monitor_socket(self, events: int) -> Socket:
+    def get_monitor_socket(self, events: int, name: str) -> Socket:
         """A socket on which connection events arrive once the explorer lets this process see them."""
         self.monitor = Socket(self.network, self.owner, zmq.PAIR)
         self.watched = events
