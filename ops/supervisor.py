@@ -24,7 +24,7 @@ LOOK_INTERVAL_S = 0.2
 TAKEOVER_PATIENCE_S = 2.0
 """How long the process that replaced a child may take to be found in its place."""
 START_LIMIT = 3
-"""Failures in a row of one process that end all of it before it has ever been ready: there are no streams to save yet."""
+"""Failures in a row of one process that end all of it before it was ever ready: there are no streams to save yet."""
 SIGNAL_ECHO_S = 0.3
 
 
