@@ -143,6 +143,7 @@ def totals(server: Server) -> dict[str, float]:
 
 
 def test_every_scrape_counts_what_all_processes_did(server: Server) -> None:
+    wait_until(lambda: set(load_of(server)) == {"1", "2", "3"}, 30, "all three to answer")
     with ThreadPoolExecutor(16) as pool:
         statuses = list(pool.map(lambda _: server.request("POST", "/v1/completions", COMPLETION).status, range(60)))
     assert statuses == [200] * 60
