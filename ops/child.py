@@ -20,7 +20,8 @@ class Program:
 
     `stop_grace_s` is how long it may take to end after SIGTERM before it is killed; programs with the same `group`
     (not empty) are told to end together. `descriptors` are open in the child under the same numbers. `holder` says
-    which process has the program's place when it was replaced (0: one that can't be told, None: nobody).
+    which process has the program's place when it was replaced (0: one that can't be told, None: nobody). `beats`: it
+    gives signs of life (`protocol.process.Watchdog`), the first one when it is ready.
     """
 
     role: str
@@ -31,10 +32,15 @@ class Program:
     group: str = ""
     descriptors: tuple[int, ...] = ()
     holder: Callable[[], int | None] = lambda: None
+    beats: bool = False
 
 
 class Child:
-    """A running program, in a session of its own so that a terminal's Ctrl-C reaches only its supervisor."""
+    """A running program, in a session of its own so that a terminal's Ctrl-C reaches only its supervisor.
+
+    `watchdog` is readable when it has given a sign of life since the last look; `begun` once it has ever given one,
+    `killed` once it was told to end at once.
+    """
 
     def __init__(self, program: Program, write: Callable[[str], None], started_at: float, *, again: bool) -> None:
         self.program = program
@@ -42,9 +48,10 @@ class Child:
         self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._write = write
         self._partial = b""
-        self._watchdog = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._alive_at: float | None = None
-        ours = {PARENT_ENV: str(os.getpid()), WATCHDOG_ENV: str(self._watchdog)}
+        self.watchdog = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.begun = self.killed = False
+        self._silent_looks = 0
+        ours = {PARENT_ENV: str(os.getpid()), WATCHDOG_ENV: str(self.watchdog)}
         environment = {**program.env, **(program.restart_env if again else {}), **ours}
         self._process = subprocess.Popen(
             list(program.argv),
@@ -53,7 +60,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            pass_fds=(*program.descriptors, self._watchdog),
+            pass_fds=(*program.descriptors, self.watchdog),
         )
         assert self._process.stdout is not None
         self.output = self._process.stdout.fileno()
@@ -78,15 +85,15 @@ class Child:
                 self._emit(line)
             self._partial = self._partial.rsplit(b"\r", 1)[-1] if b"\r" in self._partial[:-1] else self._partial
 
-    def silent_for(self, now: float) -> float:
-        """Seconds without a sign of life, as of the last call; 0 for a child that has never given one."""
+    def silent_looks(self) -> int:
+        """Look for a sign of life: how many looks in a row have found none. 0 for a child that never gave one."""
         try:
-            os.eventfd_read(self._watchdog)
+            os.eventfd_read(self.watchdog)
         except BlockingIOError:
-            pass
+            self._silent_looks += self.begun
         else:
-            self._alive_at = now
-        return now - self._alive_at if self._alive_at is not None else 0.0
+            self.begun, self._silent_looks = True, 0
+        return self._silent_looks
 
     def signal(self, signum: signal.Signals) -> None:
         """Send a signal to the child alone; nothing if it has ended."""
@@ -94,6 +101,7 @@ class Child:
 
     def kill_group(self) -> None:
         """End the child and everything it started, now."""
+        self.killed = True
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -110,7 +118,7 @@ class Child:
         if self._partial:
             self._emit(self._partial)
         os.close(self.pidfd)
-        os.close(self._watchdog)
+        os.close(self.watchdog)
         assert self._process.stdout is not None
         self._process.stdout.close()
         return status

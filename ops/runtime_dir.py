@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from protocol.channels import MAX_IPC_PATH
+from protocol.places import LOCK_SUFFIX
 from protocol.process import PrivateDirError, ensure_private_dir
 from protocol.settings import SettingError
 
@@ -42,7 +43,7 @@ else:
 if made:
     shutil.rmtree(path, ignore_errors=True)
 else:
-    for entry in glob.glob(path + "/*.sock"):
+    for entry in glob.glob(path + "/*.sock") + glob.glob(path + "/*.sock.lock"):
         os.unlink(entry)
 """
 """Waits for the end of the process that started it, however that ends, and removes what it could not. Not if another
@@ -102,14 +103,15 @@ class RuntimeDir:
             raise SettingError(f"--runtime-dir: {error}") from error
 
     def close(self) -> None:
-        """Remove the directory if this instance made it, else only the sockets in it. Idempotent."""
+        """Remove the directory if this instance made it, else only the sockets in it and their locks. Idempotent."""
         if self._descriptor < 0:
             return
         if self._made:
             shutil.rmtree(self.path, ignore_errors=True)
         else:
-            for entry in Path(self.path).glob("*.sock"):
-                entry.unlink(missing_ok=True)
+            for pattern in ("*.sock", "*.sock" + LOCK_SUFFIX):
+                for entry in Path(self.path).glob(pattern):
+                    entry.unlink(missing_ok=True)
         os.close(self._descriptor)
         self._descriptor = -1
         assert self._cleaner.stdin is not None

@@ -26,14 +26,19 @@ TAKEOVER_PATIENCE_S = 2.0
 START_LIMIT = 3
 """Failures in a row of one process that end all of it before it was ever ready: there are no streams to save yet."""
 SIGNAL_ECHO_S = 0.3
+LOOKS = 4
+"""So many looks without a sign of life in a row are a hang: time in which all stood still, we too, isn't one."""
+SLOWEST_TIMES = 10
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
     """When to start a program again: at once, from the second quick failure on after `backoff_s`, doubled each time.
 
-    Failures are quick when the process lived less than `stable_after_s`. One that has given signs of life counts as
-    hung, and is killed, when there was none for `hang_timeout_s` (0: never).
+    Failures are quick when the process lived less than `stable_after_s` or never got ready. One that has given signs
+    of life counts as hung, and is killed, when there was none for `hang_timeout_s` (0: never). So does one that isn't
+    ready `start_timeout_s` after its start, or, when the program has been ready before, after `SLOWEST_TIMES` its
+    slowest start and no less than `hang_timeout_s`.
     """
 
     limit: int = 3
@@ -54,6 +59,7 @@ class _Slot:
         self.program = program
         self.child: Child | None = None
         self.starts = 0
+        self.slowest_start_s = 0.0
         self.quick_failures = 0
         self.due: float | None = None
         self.watched = -1
@@ -95,7 +101,7 @@ class Supervisor:
         self._stopping = False
         self._asked: list[_Slot] = []
         self._kill_at: float | None = None
-        self._next_look = self._began + self._policy.hang_timeout_s / 4
+        self._next_look = self._began + self._policy.hang_timeout_s / LOOKS
         self._probe_reader, self._probe_writer = socket.socketpair()
         self._probe_done = threading.Event()
 
@@ -133,6 +139,13 @@ class Supervisor:
         slot.child = child
         self._selector.register(child.pidfd, selectors.EVENT_READ, (self._exited, slot))
         self._selector.register(child.output, selectors.EVENT_READ, (self._pump, child))
+        if slot.program.beats:
+            self._selector.register(child.watchdog, selectors.EVENT_READ, (self._got_ready, slot, child))
+
+    def _got_ready(self, slot: _Slot, child: Child) -> None:
+        self._selector.unregister(child.watchdog)
+        child.silent_looks()
+        slot.slowest_start_s = max(slot.slowest_start_s, self._clock() - child.started_at)
 
     def _pump(self, child: Child) -> None:
         if not child.pump():
@@ -142,9 +155,9 @@ class Supervisor:
         child = slot.child
         assert child is not None
         slot.child = None
-        self._selector.unregister(child.pidfd)
-        if child.output in self._selector.get_map():
-            self._selector.unregister(child.output)
+        for descriptor in (child.pidfd, child.output, child.watchdog):
+            if descriptor in self._selector.get_map():
+                self._selector.unregister(descriptor)
         status = child.reap()
         if self._stopping:
             self._stopped(slot, status)
@@ -198,7 +211,8 @@ class Supervisor:
 
     def _failed(self, slot: _Slot, child: Child, status: int) -> None:
         lived = self._clock() - child.started_at
-        slot.quick_failures = slot.quick_failures + 1 if lived < self._policy.stable_after_s else 1
+        stable = lived >= self._policy.stable_after_s and (child.begun or not slot.program.beats)
+        slot.quick_failures = 1 if stable else slot.quick_failures + 1
         limit = self._policy.limit if self._ready else min(self._policy.limit, START_LIMIT)
         if slot.quick_failures >= limit:
             times = f"{slot.quick_failures} times in a row" if slot.quick_failures > 1 else "at once"
@@ -283,8 +297,9 @@ class Supervisor:
 
     def _timeout(self) -> float | None:
         deadlines = [at for slot in self._slots for at in (slot.due, slot.look_at) if at is not None]
-        if self._policy.hang_timeout_s and not self._stopping:
-            deadlines.append(self._next_look)
+        if not self._stopping:
+            deadlines += [at for slot in self._slots if (at := self._start_ends(slot)) is not None]
+            deadlines += [self._next_look] if self._policy.hang_timeout_s else []
         if self._kill_at is not None:
             deadlines.append(self._kill_at)
         if not self._ready and not self._stopping:
@@ -307,15 +322,32 @@ class Supervisor:
                 self._start(slot)
             if slot.look_at is not None and now >= slot.look_at:
                 self._look_for_stranger(slot)
+            if (start_ends := self._start_ends(slot)) is not None and now >= start_ends:
+                self._kill_unready(slot)
         if self._policy.hang_timeout_s and now >= self._next_look:
-            self._next_look = now + self._policy.hang_timeout_s / 4
-            self._kill_hung(now)
+            self._next_look = now + self._policy.hang_timeout_s / LOOKS
+            self._kill_hung()
 
-    def _kill_hung(self, now: float) -> None:
+    def _start_ends(self, slot: _Slot) -> float | None:
+        """When a start that is under way counts as hung."""
+        child, policy = slot.child, self._policy
+        if child is None or child.begun or child.killed or not slot.program.beats:
+            return None
+        usual_s = max(SLOWEST_TIMES * slot.slowest_start_s, policy.hang_timeout_s)
+        known = slot.slowest_start_s and policy.hang_timeout_s
+        return child.started_at + (min(policy.start_timeout_s, usual_s) if known else policy.start_timeout_s)
+
+    def _kill_unready(self, slot: _Slot) -> None:
+        assert slot.child is not None
+        since = self._clock() - slot.child.started_at
+        self._say(f"{slot.program.role} hangs (not ready {since:.1f} s after its start), killing it")
+        slot.child.kill_group()
+
+    def _kill_hung(self) -> None:
         for slot in self._slots:
-            silent = slot.child.silent_for(now) if slot.child is not None else 0.0
-            if slot.child is not None and silent > self._policy.hang_timeout_s:
-                self._say(f"{slot.program.role} hangs (no sign of life for {silent:.1f} s), killing it")
+            if slot.child is not None and slot.child.silent_looks() >= LOOKS:
+                silent = f"no sign of life for {self._policy.hang_timeout_s:g} s"
+                self._say(f"{slot.program.role} hangs ({silent}), killing it")
                 slot.child.kill_group()
 
     def _kill_overdue(self) -> None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import stat
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Self
 from urllib.parse import parse_qsl
@@ -20,7 +19,7 @@ from urllib.parse import parse_qsl
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
-from protocol.links import file_identity
+from protocol.places import Place
 
 log = logging.getLogger("triptych.metrics")
 
@@ -28,6 +27,7 @@ CLIENT_TIMEOUT_S = 5.0  # all a client gets to ask and to read, however it drips
 MAX_CLIENTS = 8
 MAX_REQUEST_BYTES = 16 * 1024
 MAX_UNIX_PATH = 107
+CLOSE_S = 2.0
 
 Page = Callable[[Mapping[str, str]], bytes]
 """What a further path answers: the query's fields in, JSON out; ValueError for a query that can't be answered."""
@@ -54,7 +54,7 @@ class MetricsServer:
         self,
         listeners: list[socket.socket],
         registry: CollectorRegistry,
-        unix_path: str,
+        place: Place | None,
         port: int,
         pages: Mapping[str, Page],
     ) -> None:
@@ -62,23 +62,33 @@ class MetricsServer:
         self._pages = pages
         self._listeners = listeners
         self._registry = registry
-        self._unix_path = unix_path
-        self._file = file_identity(unix_path)
+        self._place = place
         self._slots = threading.BoundedSemaphore(MAX_CLIENTS)
-        for listener in listeners:
-            threading.Thread(target=self._accept, args=(listener,), name="metrics", daemon=True).start()
+        self._clients: dict[threading.Thread, socket.socket] = {}
+        self._accepting = [
+            threading.Thread(target=self._accept, args=(listener,), name="metrics", daemon=True)
+            for listener in listeners
+        ]
+        for thread in self._accepting:
+            thread.start()
 
     def close(self) -> None:
-        """Stop answering and remove the socket file. Idempotent."""
+        """Stop answering, wait for the threads, and remove the socket file. Idempotent.
+
+        A thread that outlived this could be the last to hold what the registry watches, and free it while the
+        interpreter ends: torch aborts the process then.
+        """
         listeners, self._listeners = self._listeners, []
         for listener in listeners:
-            try:
-                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept(); close() alone would not
-            except OSError as error:
-                log.debug("closing the metrics listener: %s", error)
+            _shut(listener)  # wakes the thread in accept(); close() alone would not
             listener.close()
-        if listeners and self._file is not None and file_identity(self._unix_path) == self._file:
-            _remove(self._unix_path)  # else another process has taken the place
+        accepting, self._accepting = self._accepting, []
+        _join(accepting)
+        for client in self._clients.values():
+            _shut(client)
+        _join(self._clients)
+        if self._place is not None:
+            self._place.release()
 
     def __enter__(self) -> Self:
         return self
@@ -101,7 +111,9 @@ class MetricsServer:
             if not self._slots.acquire(blocking=False):
                 client.close()
                 continue
-            threading.Thread(target=self._serve, args=(client,), name="metrics-client", daemon=True).start()
+            thread = threading.Thread(target=self._serve, args=(client,), name="metrics-client", daemon=True)
+            self._clients = {one: its for one, its in self._clients.items() if one.is_alive()} | {thread: client}
+            thread.start()
 
     def _serve(self, client: socket.socket) -> None:
         try:
@@ -130,36 +142,54 @@ def serve_metrics(
     a dead process is swept; one that a live process answers on is an ExpositionError, unless `by_force` takes it.
     """
     listeners: list[socket.socket] = []
+    place: Place | None = None
     try:
         if unix_path:
-            listeners.append(_listen_unix(unix_path, by_force))
+            listener, place = _listen_unix(unix_path, by_force)
+            listeners.append(listener)
         if port:
             listeners.append(_listen_tcp(host, port))
     except ExpositionError:
         for listener in listeners:
             listener.close()
-            _remove(unix_path)
+        if place is not None:
+            place.release()
         raise
-    return MetricsServer(listeners, registry, unix_path, port, pages or {})
+    return MetricsServer(listeners, registry, place, port, pages or {})
 
 
-def _listen_unix(path: str, by_force: bool) -> socket.socket:
+def _shut(connection: socket.socket) -> None:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError as error:
+        log.debug("closing a socket of the metrics: %s", error)
+
+
+def _join(threads: Iterable[threading.Thread]) -> None:
+    deadline = time.monotonic() + CLOSE_S
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0.0))
+
+
+def _listen_unix(path: str, by_force: bool) -> tuple[socket.socket, Place]:
     if len(os.fsencode(path)) > MAX_UNIX_PATH:
         raise ExpositionError(
             f"metrics at {path}: the path has {len(os.fsencode(path))} bytes, at most {MAX_UNIX_PATH}"
         )
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    place: Place | None = None
     try:
-        _sweep(path, by_force)
+        place = Place.claim(path, by_force=by_force)
         listener.bind(path)
         os.chmod(path, 0o600)
         listener.listen(MAX_CLIENTS)
+        place.listening()
     except OSError as error:
         listener.close()
-        if isinstance(error, ExpositionError):
-            raise
+        if place is not None:
+            place.release()
         raise ExpositionError(f"metrics at {path}: {error.strerror or error}") from error
-    return listener
+    return listener, place
 
 
 def _listen_tcp(host: str, port: int) -> socket.socket:
@@ -168,34 +198,6 @@ def _listen_tcp(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=MAX_CLIENTS)
     except OSError as error:
         raise ExpositionError(f"metrics at {host}:{port}: {error.strerror or error}") from error
-
-
-def _sweep(path: str, by_force: bool) -> None:
-    """Remove a dead process's socket file. ExpositionError if it is alive (unless by force) or not a socket."""
-    try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise ExpositionError(f"metrics at {path}: a file that is not a socket is in the way")
-    if by_force:
-        _remove(path)
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(0.5)
-        try:
-            probe.connect(path)
-        except (ConnectionRefusedError, FileNotFoundError):
-            _remove(path)
-        else:
-            raise ExpositionError(f"metrics at {path}: another live process serves there")
-
-
-def _remove(path: str) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        pass  # the runtime directory may have been cleared before us
 
 
 def _answer(client: socket.socket, registry: CollectorRegistry, pages: Mapping[str, Page]) -> None:

@@ -20,10 +20,10 @@ from tests.chaos.clients import Clients, Progress, Tally
 from tests.chaos.fleet import ROLES, Fleet
 from tests.chaos.idle import Counters, leaks, status
 from tests.chaos.mix import Lengths, mix
-from tests.chaos.storm import KINDS, WITHOUT_PAUSE, Event, Plan, Storm, Stuck
+from tests.chaos.storm import API_PROCESSES, KINDS, WITHOUT_PAUSE, Event, Plan, Storm, Stuck
 
 COMMON = (
-    "--api-processes", "2", "--restart-window-s", "0", "--restart-backoff-s", "0.02",
+    "--api-processes", str(API_PROCESSES), "--restart-window-s", "0", "--restart-backoff-s", "0.02",
     "--runner-silence-s", "1", "--heartbeat-timeout-s", "1", "--lease-s", "2", "--hang-timeout-s", "3",
 )  # fmt: skip
 LOOK_EVERY = 5

@@ -28,11 +28,12 @@ T = TypeVar("T")
 KILLS = {"kill scheduler": "scheduler", "kill runner": "runner", "kill api": "api"}
 STOPS = {"stop scheduler": "scheduler", "stop runner": "runner", "stop api": "api"}
 HANGS = {"hang scheduler": "scheduler", "hang runner": "runner"}
-FREEZES = {"freeze scheduler": "scheduler", "freeze runner": "runner"}
+FREEZES = {"freeze scheduler": "scheduler", "freeze runner": "runner", "freeze api": "api"}
 OTHERS = ("takeover", "disconnect", "garbage")
 KINDS = (*KILLS, *STOPS, *HANGS, *FREEZES, *OTHERS)
 WITHOUT_PAUSE = ("disconnect", "garbage")
 
+API_PROCESSES = 2
 SILENCE_S = 20.0
 START_S = 30.0
 BRIEF_STOP_S = 0.3
@@ -123,12 +124,15 @@ class Storm:
                 await self._until(lambda: not _alive(victim) or self._health() == 503, "the hang to be noticed")
         elif kind in FREEZES:
             with self._stopped(await self._one(FREEZES[kind])) as victim:
+                if FREEZES[kind] == "api":
+                    self.clients.excuse(self.fleet.http_ports(victim))
                 if self.fleet.is_own(victim):  # nobody watches over it but we: it is replaced by force
                     self.fleet.take_over()
                     await self.progress.reach(self.progress.tokens + 1, self.silence_s)
                 else:
                     await self._until(lambda: not _alive(victim), "the end of what hangs")
-            await self._until(lambda: len(self.fleet.members(FREEZES[kind])) <= 1, "the end of who was replaced")
+            most = API_PROCESSES if FREEZES[kind] == "api" else 1
+            await self._until(lambda: len(self.fleet.members(FREEZES[kind])) <= most, "the end of who was replaced")
         elif kind == "takeover":
             await self._one("scheduler")
             self.fleet.take_over()

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import ROOT
+from harness import ROOT, wait_until
 
 from ops.runtime_dir import RuntimeDir, sweep
 from protocol.settings import SettingError
@@ -17,19 +17,20 @@ from protocol.settings import SettingError
 OWNER = """
 import os, sys, threading
 from ops.runtime_dir import RuntimeDir
-print(RuntimeDir.create(os.environ).path, flush=True)
+made = RuntimeDir.use(os.environ["NAMED"]) if "NAMED" in os.environ else RuntimeDir.create(os.environ)
+print(made.path, flush=True)
 threading.Event().wait()
 """
 
 
-def owner(base: Path) -> tuple[subprocess.Popen[str], Path]:
+def owner(base: Path, **environment: str) -> tuple[subprocess.Popen[str], Path]:
     """Another process that holds a runtime directory under `base`."""
     process = subprocess.Popen(
         [sys.executable, "-c", OWNER],
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env={**os.environ, "XDG_RUNTIME_DIR": str(base)},
+        env={**os.environ, "XDG_RUNTIME_DIR": str(base), **environment},
     )
     assert process.stdout is not None
     return process, Path(process.stdout.readline().strip())
@@ -78,8 +79,18 @@ def test_a_named_directory_that_existed_stays_and_loses_only_its_sockets(runtime
     path.mkdir(mode=0o700)
     with RuntimeDir.use(str(path)):
         (path / "api.metrics.sock").touch()
+        (path / "api.metrics.sock.lock").touch()
         (path / "notes.txt").touch()
     assert [entry.name for entry in path.iterdir()] == ["notes.txt"]
+
+
+def test_a_named_directory_loses_its_sockets_when_its_owner_is_killed(runtime_dir: Path) -> None:
+    process, path = owner(runtime_dir, NAMED=str(runtime_dir))
+    for name in ("runner.sock", "runner.sock.lock", "notes.txt"):
+        (path / name).touch()
+    process.kill()
+    process.communicate()
+    wait_until(lambda: [entry.name for entry in path.iterdir()] == ["notes.txt"], 10, "the sweeping")
 
 
 def test_a_path_too_long_for_sockets_is_refused_with_the_numbers(runtime_dir: Path) -> None:

@@ -4,131 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from harness import ROOT, wait_until
+from harness import wait_until
 
 from protocol.process import EXIT_REPLACED
-
-# One supervisor over programs that the test names: `role=code` pairs, in start order; `api_1` and `api_2` are a group.
-HOST = """
-import os, sys, threading
-from ops.child import Program
-from ops.supervisor import RestartPolicy, Supervisor
-place = sys.argv[1]
-programs = []
-for pair in sys.argv[2:]:
-    role, code = pair.split("=", 1)
-    environment = {**os.environ, "PLACE": place, "PYTHONUNBUFFERED": "1"}
-    grace = float(os.environ["GRACE"])
-    group = role.partition("_")[0] if "_" in role else ""
-    programs.append(Program(role, [sys.executable, "-c", code], environment, {"AGAIN": "1"}, grace, group))
-supervisor = Supervisor(
-    programs,
-    write=lambda text: print(text, flush=True),
-    probe=lambda: os.path.exists(place + "/ready"),
-    on_ready=lambda seconds: print("READY", flush=True),
-    policy=RestartPolicy(limit=3, backoff_s=0.05, stable_after_s=5.0, start_timeout_s=float(os.environ["START"])),
-    cleanup=lambda: open(place + "/cleaned", "w").close(),
-)
-sys.exit(supervisor.run())
-"""
-
-UP = """
-import os, select, signal, sys
-from protocol.process import StopSignal, die_with_parent
-die_with_parent()
-with StopSignal() as stop:
-    print("up", os.getpid(), os.environ.get("AGAIN", ""))
-    open(os.environ["PLACE"] + "/ready", "w").close()
-    select.select([stop], [], [])
-    print("bye")
-"""
-DRAINS = """
-import os, select, threading
-from protocol.process import StopSignal
-with StopSignal() as stop:
-    print("up", os.getpid())
-    open(os.environ["PLACE"] + "/ready", "w").close()
-    select.select([stop], [], [])
-    print("draining")
-    while not os.path.exists(os.environ["PLACE"] + "/drained"):
-        threading.Event().wait(0.01)
-    print("bye")
-"""
-STUBBORN = """
-import os, signal, subprocess, sys, threading
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"])
-print("up", os.getpid(), child.pid)
-open(os.environ["PLACE"] + "/ready", "w").close()
-threading.Event().wait()
-"""
-
-
-class Host:
-    """A supervisor process of a test and what it prints."""
-
-    def __init__(self, place: Path, programs: dict[str, str], start_timeout_s: float, stop_grace_s: float) -> None:
-        self.place = place
-        self._log = place / "log"
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", HOST, str(place), *(f"{role}={code}" for role, code in programs.items())],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT,
-                env={**os.environ, "START": str(start_timeout_s), "GRACE": str(stop_grace_s), "HOST_MARK": place.name},
-            )
-
-    def log(self) -> str:
-        return self._log.read_text()
-
-    def lines(self, role: str) -> list[str]:
-        return [line.partition("| ")[2] for line in self.log().splitlines() if line.strip().startswith(role + " |")]
-
-    def until(self, text: str, count: int = 1) -> None:
-        wait_until(lambda: self.log().count(text) >= count, 30, f"{text!r} in:\n{self.log()}")
-
-    def pid_of(self, role: str) -> int:
-        return int([line for line in self.lines(role) if line.startswith("up")][-1].split()[1])
-
-    def alive(self) -> list[int]:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("HOST_MARK") == self.place.name and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process.pid)
-            except psutil.Error:
-                continue
-        return found
-
-    def end(self) -> int:
-        code = self.process.wait(30)
-        wait_until(lambda: not self.alive(), 10, "the end of all children")
-        return code
+from tests.ops.supervisor_kit import DRAINS, STUBBORN, UP, Host, hosts_in
 
 
 @pytest.fixture
 def supervise(runtime_dir: Path) -> Iterator[Callable[..., Host]]:
-    hosts = []
-
-    def start(start_timeout_s: float = 60.0, stop_grace_s: float = 1.0, **programs: str) -> Host:
-        dedented = {role: textwrap.dedent(code) for role, code in programs.items()}
-        hosts.append(Host(runtime_dir, dedented, start_timeout_s, stop_grace_s))
-        return hosts[-1]
-
-    yield start
-    for host in hosts:
-        for pid in host.alive():
-            os.kill(pid, signal.SIGKILL)
-        host.process.wait(10)
+    with hosts_in(runtime_dir) as start:
+        yield start
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -144,7 +34,7 @@ def test_a_signal_ends_all_in_reverse_order_and_cleanly(supervise: Callable[...,
 
 
 def test_a_group_is_told_to_end_together_and_the_others_wait_for_all_of_it(supervise: Callable[..., Host]) -> None:
-    host = supervise(stop_grace_s=20.0, runner=UP, api_1=DRAINS, api_2=DRAINS)
+    host = supervise({"grace": 20.0}, runner=UP, api_1=DRAINS, api_2=DRAINS)
     host.until("READY")
     host.until("| up", 3)
     host.process.send_signal(signal.SIGTERM)
@@ -197,7 +87,7 @@ def test_refused_settings_are_not_tried_again(supervise: Callable[..., Host]) ->
 
 
 def test_a_start_that_takes_too_long_ends_all(supervise: Callable[..., Host]) -> None:
-    host = supervise(start_timeout_s=0.5, runner="import threading; threading.Event().wait()")
+    host = supervise({"start": 0.5}, runner="import threading; threading.Event().wait()")
     assert host.end() == 1
     assert "giving up: not ready after 0.5 s" in host.log()
 
@@ -213,7 +103,7 @@ def test_a_child_that_ignores_sigterm_is_killed_with_what_it_started(supervise: 
 
 
 def test_a_death_elsewhere_does_not_cut_the_draining_of_another(supervise: Callable[..., Host]) -> None:
-    host = supervise(stop_grace_s=20.0, runner=UP, api=DRAINS)
+    host = supervise({"grace": 20.0}, runner=UP, api=DRAINS)
     host.until("READY")
     host.until("| up", 2)
     host.process.send_signal(signal.SIGTERM)

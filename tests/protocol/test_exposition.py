@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import stat
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import Metric
 
 from protocol import exposition
 from protocol.exposition import ExpositionError, new_registry, serve_metrics
@@ -93,6 +95,42 @@ def test_clients_that_say_nothing_or_leave_do_not_stop_the_others(
         wait_until(served, 20, "an answer")
         for client in silent:
             client.close()
+
+
+def test_no_thread_outlives_the_end_and_holds_what_the_registry_watches(
+    runtime_dir: Path, wait_until: Callable[..., object]
+) -> None:
+    path = str(runtime_dir / "x.metrics.sock")
+    asked, go_on, order = threading.Event(), threading.Event(), []
+
+    class Watched(CollectorRegistry):
+        def collect(self) -> Iterable[Metric]:
+            asked.set()
+            go_on.wait(10)
+            order.append("collected")
+            return super().collect()
+
+    def close() -> None:
+        server.close()
+        order.append("closed")
+
+    def refused() -> bool:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            return probe.connect_ex(path) != 0
+
+    server = serve_metrics(Watched(), unix_path=path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as drips, socket.socket(socket.AF_UNIX) as asks:
+        for client, text in ((drips, b"GET /met"), (asks, b"GET /metrics HTTP/1.1\r\n\r\n")):
+            client.connect(path)
+            client.sendall(text)
+        assert asked.wait(10)
+        closing = threading.Thread(target=close)
+        closing.start()
+        wait_until(refused, 10, "the end to have begun")
+        go_on.set()
+        closing.join(20)
+    assert order == ["collected", "closed"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("metrics")]
 
 
 def test_a_dead_processs_socket_file_is_swept_and_a_live_ones_is_not(
