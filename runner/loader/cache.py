@@ -1,7 +1,8 @@
 """Dequantized weights kept between starts, in a user cache directory. A cache: losing it costs seconds, nothing else.
 
-Entries are keyed by the source file's path, size and modification time, hold fused parameters as safetensors with the
-configuration in the header, and appear by atomic rename. One that can't be read is treated as absent.
+Entries are keyed by the source file's path, size and modification time and by the rank that they are for, hold fused
+parameters as safetensors with the configuration in the header, and appear by atomic rename. One that can't be read is
+treated as absent.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from runner.model.config import ModelConfig
 from runner.model.errors import ModelError
 from runner.model.parameters import fused_shapes, layout
+from runner.model.shard import WHOLE, Shard
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +39,7 @@ class CachedModel:
     """What an entry holds: enough to build the decoder without opening the source."""
 
     config: ModelConfig
+    """Of the whole model, also where the parameters are those of one rank."""
     tokenizer_vocab_size: int
     parameters: dict[str, Tensor]
 
@@ -47,15 +50,15 @@ def default_cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "triptych" / "weights"
 
 
-def entry_path(directory: Path, source: Path, dtype: str) -> Path:
+def entry_path(directory: Path, source: Path, dtype: str, shard: Shard = WHOLE) -> Path:
     """Where the entry for the present state of `source` lies. All its states share the first half of the name."""
     source = source.resolve()
     status = source.stat()
     state = f"{_FORMAT}:{status.st_size}:{status.st_mtime_ns}"
-    return directory / f"{_stem(source, dtype)}-{_digest(state)}.safetensors"
+    return directory / f"{_stem(source, dtype, shard)}-{_digest(state)}.safetensors"
 
 
-def read(path: Path) -> CachedModel | None:
+def read(path: Path, shard: Shard = WHOLE) -> CachedModel | None:
     """The entry at `path`, its tensors mapped from the file; None if there is none or it is unreadable."""
     if not path.exists():
         return None
@@ -67,7 +70,7 @@ def read(path: Path) -> CachedModel | None:
     except (SafetensorError, OSError, msgspec.MsgspecError, ModelError) as error:
         log.warning("ignoring the cached weights in %s: %s", path, error)
         return None
-    if {name: tuple(tensor.shape) for name, tensor in parameters.items()} != fused_shapes(layout(config)):
+    if {name: tuple(tensor.shape) for name, tensor in parameters.items()} != fused_shapes(layout(config, shard)):
         log.warning("ignoring the cached weights in %s: its tensors are not those of its configuration", path)
         return None
     return CachedModel(config, tokenizer_vocab_size, parameters)
@@ -102,8 +105,9 @@ def _contiguous(parameters: Mapping[str, Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.contiguous() for name, tensor in parameters.items()}
 
 
-def _stem(source: Path, dtype: str) -> str:
-    return f"{source.stem}-{_digest(f'{source}:{dtype}')}"
+def _stem(source: Path, dtype: str, shard: Shard) -> str:
+    part = f":{shard.rank}/{shard.size}" if shard.size > 1 else ""
+    return f"{source.stem}-{_digest(f'{source}:{dtype}{part}')}"
 
 
 def _digest(text: str) -> str:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from runner.model.config import ModelConfig
+
+Part = tuple[slice, ...]
+"""What to take of a tensor: a slice with both ends for each dimension."""
+
+
+def whole(shape: Sequence[int]) -> Part:
+    """The part that is all of a tensor."""
+    return tuple(slice(0, size) for size in shape)
 
 
 class Checkpoint(Protocol):
@@ -31,6 +39,9 @@ class Checkpoint(Protocol):
         """Canonical name → shape of every tensor that `tensors` will yield."""
         ...
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor once, on the CPU, in its own dtype. May alias the file: copy before keeping."""
+    def tensors(self, parts: Mapping[str, Part] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor once, on the CPU, in its own dtype. May alias the file: copy before keeping.
+
+        Of a tensor that `parts` names, only that part is read and yielded.
+        """
         ...

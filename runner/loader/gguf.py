@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
 from torch import Tensor
 
+from runner.loader.checkpoint import Part, whole
 from runner.model.config import ModelConfig, clamp_context, union_ids
 from runner.model.errors import ModelError
 from runner.model.fields import integer, number
@@ -85,19 +86,29 @@ class GgufCheckpoint:
             for name, tensor in self._stored.items()
         }
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor under its Hugging Face name, dequantized to float32 (float16 stays as it is)."""
+    def tensors(self, parts: Mapping[str, Part] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor, or its part, under its Hugging Face name, dequantized to float32 (float16 stays as it is).
+
+        A part of Q or K holds whole heads.
+        """
+        parts = parts or {}
         for stored in self._stored.values():
             name = huggingface_name(stored.name)
+            shape = self.shapes[name]
+            part = parts.get(name) or whole(shape)
+            rows, columns = part[0], part[1:]
             plain = stored.tensor_type in (GGMLQuantizationType.F32, GGMLQuantizationType.F16)
-            array = stored.data if plain else dequantize(stored.data, stored.tensor_type)
+            # Quantized blocks lie along the rows: those of other ranks need not be dequantized, columns must be.
+            taken = stored.data.reshape(shape[0], -1)[rows] if len(shape) > 1 else stored.data
+            array = taken if plain else dequantize(taken, stored.tensor_type)
             # The file is mapped read-only, and torch wants memory that it could write to.
             array = array if array.flags.writeable else np.array(array)
-            tensor = torch.from_numpy(array).reshape(self.shapes[name])
-            if self._interleaved and ".self_attn.q_proj." in name:
-                tensor = halves_first(tensor, self.config.num_heads)
-            elif self._interleaved and ".self_attn.k_proj." in name:
-                tensor = halves_first(tensor, self.config.num_kv_heads)
+            if len(shape) > 1:
+                tensor = torch.from_numpy(array).reshape(-1, *shape[1:])[(slice(None), *columns)]
+            else:
+                tensor = torch.from_numpy(array).reshape(shape)[rows]
+            if self._interleaved and (".self_attn.q_proj." in name or ".self_attn.k_proj." in name):
+                tensor = halves_first(tensor, (rows.stop - rows.start) // self.config.head_dim)
             yield name, tensor
 
     def _check_types(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from runner.loader.checkpoint import Part, whole
 from runner.loader.checks import canonical, ignorable
 from runner.model.config import from_huggingface
 from runner.model.errors import ModelError
@@ -56,13 +57,18 @@ class HuggingFaceCheckpoint:
         self.shapes = {name: place.shape for name, place in self._places.items()}
         self.tokenizer_vocab_size = min(tokenizer_size(directory) or self.config.vocab_size, self.config.vocab_size)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor once, file by file, as a view of the mapped file."""
+    def tensors(self, parts: Mapping[str, Part] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor, or its part, once, file by file; whole ones as views of the mapped file."""
+        parts = parts or {}
         by_file = sorted(self._places.items(), key=lambda item: item[1].file)
         for file, items in groupby(by_file, key=lambda item: item[1].file):
             with _open(file) as handle:
                 for name, place in items:
-                    yield name, handle.get_tensor(place.stored_name)
+                    part = parts.get(name)
+                    if part is None or part == whole(place.shape):
+                        yield name, handle.get_tensor(place.stored_name)
+                    else:
+                        yield name, handle.get_slice(place.stored_name)[part]
 
     def _set_tied_head_aside(self) -> None:
         """The configuration says that the embedding is the head; a stored head is a copy, or a mistake to point out."""

@@ -19,9 +19,10 @@ from runner.loader.checks import check_tensors
 from runner.loader.gguf import GgufCheckpoint
 from runner.loader.huggingface import HuggingFaceCheckpoint
 from runner.model.config import ModelConfig
-from runner.model.decoder import Decoder
+from runner.model.decoder import Decoder, Peers
 from runner.model.errors import ModelError
 from runner.model.parameters import ParameterSet, layout
+from runner.model.shard import WHOLE, Shard
 from runner.ops import Ops
 
 log = logging.getLogger(__name__)
@@ -36,10 +37,13 @@ class LoadedModel:
     """A decoder with its weights, and what the rest of the runner needs to know about the model."""
 
     config: ModelConfig
+    """Of what is loaded here: with several ranks, this rank's heads and inner width."""
     decoder: Decoder
     dtype: torch.dtype
     tokenizer_vocab_size: int
     """Ids at or beyond this are padding of the head: never sample them, never count them in a normaliser."""
+    weight_bytes: int
+    """Of the weights, as they were loaded."""
 
     @property
     def vocab_size(self) -> int:
@@ -60,6 +64,7 @@ def load_model(
     max_model_len: int | None = None,
     device: torch.device | str = "cpu",
     cache_dir: Path | None = None,
+    peers: Peers | None = None,
 ) -> LoadedModel:
     """Load a GGUF file or a Hugging Face directory.
 
@@ -67,6 +72,7 @@ def load_model(
     `ops`: the operations to pack weights for and run with, or a function that makes them for the resulting dtype.
     `max_model_len`: longest sequence, in tokens, that will be run; the model's own limit if None. It also fixes the
     frequencies of dynamic NTK RoPE. `cache_dir`: where dequantized GGUF weights stay between starts; None keeps none.
+    `peers`: the ranks over which the model is split; only this rank's part is read.
     Raises ModelError, before anything is allocated, for whatever the checkpoint's configuration and headers tell.
     """
     path = Path(path)
@@ -75,20 +81,23 @@ def load_model(
     if not path.exists():
         raise ModelError("missing_file", f"model {path} does not exist")
     is_gguf = path.is_file()
-    entry = cache.entry_path(cache_dir, path, dtype) if is_gguf and cache_dir is not None else None
-    cached = cache.read(entry) if entry is not None else None
+    shard = peers.shard if peers is not None else WHOLE
+    entry = cache.entry_path(cache_dir, path, dtype, shard) if is_gguf and cache_dir is not None else None
+    cached = cache.read(entry, shard) if entry is not None else None
     source: Checkpoint | cache.CachedModel
     source = cached or (GgufCheckpoint(path) if is_gguf else HuggingFaceCheckpoint(path))
     config, tokenizer_vocab_size = source.config, source.tokenizer_vocab_size
+    local = shard.local(config)
     max_positions, compute_dtype = _max_positions(config, max_model_len), _compute_dtype(config, dtype)
     if isinstance(source, cache.CachedModel):
         parameters = {name: tensor.to(device) for name, tensor in source.parameters.items()}
     else:
-        parameters = _read(source, compute_dtype, device)
+        parameters = _read(source, shard, compute_dtype, device)
         if entry is not None:
             cache.write(entry, cache.CachedModel(config, tokenizer_vocab_size, parameters))
-    decoder = Decoder(config, parameters, ops(compute_dtype) if callable(ops) else ops, max_positions)
-    return LoadedModel(config, decoder, compute_dtype, tokenizer_vocab_size)
+    weight_bytes = sum(tensor.nbytes for tensor in parameters.values())  # the decoder empties the dict
+    decoder = Decoder(local, parameters, ops(compute_dtype) if callable(ops) else ops, max_positions, peers)
+    return LoadedModel(local, decoder, compute_dtype, tokenizer_vocab_size, weight_bytes)
 
 
 def _compute_dtype(config: ModelConfig, asked: str) -> torch.dtype:
@@ -114,12 +123,15 @@ def _max_positions(config: ModelConfig, max_model_len: int | None) -> int:
     return max_model_len
 
 
-def _read(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str) -> dict[str, torch.Tensor]:
-    """The fused parameters of a checkpoint, each tensor written exactly once."""
-    slots = layout(checkpoint.config)
+def _read(
+    checkpoint: Checkpoint, shard: Shard, dtype: torch.dtype, device: torch.device | str
+) -> dict[str, torch.Tensor]:
+    """A rank's fused parameters from a checkpoint, each tensor written exactly once."""
+    slots = layout(checkpoint.config, shard)
     check_tensors(slots, checkpoint.shapes, checkpoint.name)
     parameters = ParameterSet(slots, dtype, device)
     # `disable=None`: a progress bar on a terminal, nothing in a log file.
-    for name, tensor in tqdm(checkpoint.tensors(), "Loading weights", len(slots), disable=None, unit="tensor"):
+    tensors = checkpoint.tensors({name: slot.part for name, slot in slots.items()})
+    for name, tensor in tqdm(tensors, "Loading weights", len(slots), disable=None, unit="tensor"):
         parameters.write(name, tensor)
     return parameters.complete()
