@@ -64,6 +64,7 @@ class Batch:
         self.num_computed = np.zeros(capacity, np.int32)  # of these, how many are in the KV pages
         self.num_pages = np.zeros(capacity, np.int32)
         self.dead = np.zeros(capacity, np.bool_)  # failed alone: never samples again
+        self.residency = np.zeros(capacity, np.int64)  # of a slot: changes whenever somebody comes or goes
         self.page_table = np.zeros((capacity, self.max_pages), np.int32)
         # One wider than a sequence may be: the token sampled at the very end is known but never computed.
         self.tokens = np.zeros((capacity, limits.max_model_len + 1), np.int32)
@@ -94,6 +95,7 @@ class Batch:
         if slot is None:
             return
         self.params.clear(slot)
+        self.residency[slot] += 1
         self.num_pages[slot] = 0
         self.dead[slot] = False
         self._free.append(slot)
@@ -122,6 +124,7 @@ class Batch:
         self._looked_up = None
         self.ids[slot] = new.id
         self.incarnations[slot] = new.incarnation
+        self.residency[slot] += 1
         self.num_prompt[slot] = new.num_prompt
         self.num_tokens[slot] = len(tokens)
         self.num_computed[slot] = new.num_computed
@@ -195,12 +198,20 @@ class Batch:
             request = int(self.ids[slots[row]])
             raise StepError(BAD_STEP, f"request {request} {what}: up to {int(got[row])} of {int(limit[row])}")
 
-    def advance(self, rows: Rows, slots: Int64s, tokens: Int32s) -> None:
-        """The rows have been computed; `slots` (a subset) sampled `tokens`, which become known."""
+    def advance(self, rows: Rows) -> None:
+        """The rows count as computed; each that samples has one token more, which `write` makes known."""
         self.num_computed[rows.slots] += rows.counts
-        known = self.num_tokens[slots]
-        self.tokens[slots, known] = tokens
-        self.num_tokens[slots] = known + 1
+        self.num_tokens[rows.slots[rows.samples]] += 1
+
+    def write(self, slots: Int64s, positions: Int32s, tokens: Int32s) -> None:
+        """What was sampled, one token for each of `slots`."""
+        self.tokens[slots, positions] = tokens
+
+    def kill(self, slot: int, num_tokens: int) -> None:
+        """The request never samples again, and has no more than `num_tokens` tokens."""
+        self.dead[slot] = True
+        self.num_tokens[slot] = num_tokens
+        self.num_computed[slot] = min(int(self.num_computed[slot]), num_tokens)
 
     def coast(self, slots: Int64s, tokens: Int32s) -> None:
         """These decode rows have been computed in k steps, and sampled `tokens` [k, R], which become known."""

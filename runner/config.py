@@ -33,6 +33,12 @@ class RunnerConfig:
         maximum=0.95,
         help="part of the memory that is free after loading which KV pages may take, at most 4 GiB on the CPU",
     )
+    gpu_memory_utilization: float = setting(
+        0.9,
+        minimum=0.05,
+        maximum=1.0,
+        help="cuda: part of the GPU's whole memory that weights, work and KV pages may take together",
+    )
     num_blocks_override: int = setting(
         0, unit="blocks", minimum=0, help="exact number of KV blocks, null block included; 0: from the memory"
     )
@@ -51,6 +57,31 @@ class RunnerConfig:
         unit="s",
         minimum=0,
         help="a step that takes longer, and longer than ten times the slowest so far, counts as hung; 0: none does",
+    )
+    tensor_parallel_size: int = setting(
+        1, unit="ranks", minimum=1, maximum=1024, help="processes over which each layer of the model is split"
+    )
+    distributed_executor_backend: str = setting(
+        "mp",
+        choices=("mp", "ray"),
+        help="where the other ranks run: mp: processes of this machine; ray: wherever Ray places them. A runner that "
+        "torchrun starts has its ranks already",
+    )
+    quantization: str = setting(
+        "none", choices=("none", "int8", "fp8", "int4"), help="weights of the blocks in fewer bits, through torchao"
+    )
+    kv_cache_dtype: str = setting(
+        "auto", choices=("auto", "fp8_e4m3"), help="cuda: type of the KV pages; auto: the model's"
+    )
+    enforce_eager: bool = setting(False, help="cuda: record no graphs, launch every kernel of every step")
+    forbid_waiting: bool = setting(
+        False, help="cuda: once started, make it an error if the host waits for the device where it isn't meant to"
+    )
+    data_parallel_rank: int = setting(
+        -1, minimum=-1, maximum=63, help="which of several replicas this is, from 0; -1: the only one"
+    )
+    rank_timeout_s: float = setting(
+        10.0, unit="s", minimum=1, help="a rank that does not answer for this long is lost, and the runner with it"
     )
 
     sim_step_ms: float = setting(10.0, unit="ms", minimum=0, help="sim: fixed cost of a step")
@@ -107,6 +138,8 @@ class RunnerConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.backend == "sim" and self.tensor_parallel_size > 1:
+            raise SettingError(f"tensor_parallel_size: got {self.tensor_parallel_size}, the sim backend has one rank")
         if self.backend == "sim" and self.sim_eos_token_id >= self.sim_vocab_size:
             raise SettingError(f"sim_eos_token_id: got {self.sim_eos_token_id}, must be below {self.sim_vocab_size}")
         if self.backend == "sim" and self.sim_first_token_id > self.sim_vocab_size - 2:
@@ -126,9 +159,13 @@ class RunnerConfig:
     @property
     def address(self) -> str:
         """Where to bind."""
-        return self.runner_address or f"ipc://{self.runtime_dir}/runner.sock"
+        return self.runner_address or f"ipc://{self.runtime_dir}/{self._name}.sock"
 
     @property
     def metrics_path(self) -> str:
         """The unix socket that always serves the metrics."""
-        return f"{self.runtime_dir}/runner.metrics.sock"
+        return f"{self.runtime_dir}/{self._name}.metrics.sock"
+
+    @property
+    def _name(self) -> str:
+        return "runner" if self.data_parallel_rank < 0 else f"runner-{self.data_parallel_rank}"

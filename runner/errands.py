@@ -1,10 +1,12 @@
 """What a scheduler asks of the runner beside steps: to compile a grammar, to fetch KV. They never hold up a step.
 
-An executor says what it will answer and when; the link's thread keeps the time. Nothing is computed here.
+An executor says what it will answer and when, and the link's thread keeps the time; or it promises an answer, and gives
+it from a thread of its own. Nothing is computed here.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from protocol.messages import CompileGrammar, FetchKv, GrammarStatus, KvStatus
@@ -19,6 +21,10 @@ class Answer:
 
     status: ErrandStatus
     after_s: float = 0.0
+
+
+Promise = Future[GrammarStatus]
+"""An answer that comes once there is one. It must not raise."""
 
 
 def refusal(errand: Errand, reason: str) -> Answer:

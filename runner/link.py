@@ -15,7 +15,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -39,8 +41,8 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.security import OPEN, LinkSecurity
-from runner.errands import Answer, Errand, ErrandStatus, unable
-from runner.link_parts import Due, Holder, Reply, SchedulerStats, Wake, Welcoming, named
+from runner.errands import Answer, Errand, ErrandStatus, Promise, unable
+from runner.link_parts import Due, Holder, Kept, Reply, SchedulerStats, Wake, Welcoming, named
 
 log = logging.getLogger("triptych.runner")
 
@@ -94,7 +96,7 @@ class SchedulerLink:
         limits: Limits,
         *,
         hash_key: bytes,
-        answer: Callable[[Errand], Answer | None] = unable,
+        answer: Callable[[Errand], Answer | Promise | None] = unable,
         lease_s: float = 10.0,
         stop_fd: int | None = None,
         on_beat: Callable[[int], None] = lambda busy_since_ns: None,
@@ -125,9 +127,10 @@ class SchedulerLink:
         self._holder: Holder | None = None
         self._heir: Holder | None = None  # takes over once the steps that the holder has sent are done
         self._work: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
-        self._out: deque[Reply | Welcoming] = deque()
+        self._out: deque[Reply | Welcoming | Kept] = deque()
         self._wake = Wake()
         self._closing = False
+        self._waking = threading.Lock()  # while others may wake the loop, the descriptor that wakes it stays open
         self._thread = threading.Thread(target=self._serve, name="scheduler-link", daemon=True)
 
     # --- called by the computing thread ---------------------------------------------------------------------------
@@ -136,9 +139,9 @@ class SchedulerLink:
         """Begin to answer."""
         self._thread.start()
 
-    def next(self) -> Item | None:
-        """Wait for the next thing to do; None to end."""
-        return self._work.get()
+    def next(self, timeout_s: float | None = None) -> Item | None:
+        """Wait for the next thing to do; None to end. queue.Empty if there is none within `timeout_s`."""
+        return self._work.get(timeout=timeout_s)
 
     @property
     def pending(self) -> int:
@@ -170,11 +173,20 @@ class SchedulerLink:
                 self._thread.join()
             else:
                 self.channel.close()
-            os.close(self._wake.fd)
+            with self._waking:
+                os.close(self._wake.fd)
 
-    def _post(self, item: Reply | Welcoming) -> None:
+    def _post(self, item: Reply | Welcoming | Kept) -> None:
         self._out.append(item)
         self._wake.set()
+
+    def _keep(self, generation: int, promise: Promise) -> None:
+        """Called by whichever thread made the answer, at any time."""
+        if promise.cancelled():
+            return
+        with self._waking:
+            if not self._closing:
+                self._post(Kept(generation, promise.result()))
 
     # --- the I/O thread -------------------------------------------------------------------------------------------
 
@@ -238,7 +250,9 @@ class SchedulerLink:
         if isinstance(errand, FetchKv):
             self._work.put(Transfer(errand, None, self.generation))
         answer = self._answer(errand)
-        if answer is not None:
+        if isinstance(answer, Future):
+            answer.add_done_callback(partial(self._keep, self.generation))
+        elif answer is not None:
             due = Due(self._clock() + answer.after_s, next(self._numbers), errand, answer.status)
             heapq.heappush(self._due, due)
 
@@ -344,6 +358,8 @@ class SchedulerLink:
                 self.stats.unsent_results += isinstance(item, Reply)
             elif isinstance(item, Welcoming):
                 self._welcome(self._succeed(holder), item.inventory)
+            elif isinstance(item, Kept):
+                self._send_status(holder, item.status)
             else:
                 self._send_result(holder, item.result)
 

@@ -48,6 +48,14 @@ class Reply:
 
 
 @dataclass(slots=True)
+class Kept:
+    """The answer that was promised to an errand."""
+
+    generation: int
+    status: ErrandStatus
+
+
+@dataclass(slots=True)
 class Welcoming:
     """Nothing older runs any more: (pages, hashes) is what the pages hold."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from pathlib import Path
@@ -12,45 +11,53 @@ import msgspec
 import numpy as np
 import torch
 
-from protocol.columns import pack_i32, pack_u64
-from protocol.messages import FetchKv, KvStatus, Limits, NewRequest, SamplingParams, Step, StepResult
+from protocol.messages import CompileGrammar, FetchKv, KvStatus, Limits, Step, StepResult
 from runner.attention.base import AttentionBackend
-from runner.batch import Rows, StepError
+from runner.batch import Rows
 from runner.config import RunnerConfig
-from runner.errands import Answer, Errand, unable
+from runner.errands import Answer, Errand, Promise, unable
 from runner.errors import StartError
-from runner.executor import Executor
+from runner.faults import as_step_error
+from runner.grammar.engine import Grammars
+from runner.grammar.masks import Masks
 from runner.kernels.build import KernelError
 from runner.kernels.select import select_attention, select_ops
-from runner.kv import KvPool, block_bytes
+from runner.kv import KvPool
 from runner.loader import LoadedModel, ModelError, default_cache_dir, load_model
 from runner.metadata import build, check
-from runner.model.parameters import fused_shapes, layout
-from runner.pool import ModelNeeds, PoolSize, available_memory, pool_size
+from runner.parallel.team import ALONE, Team
+from runner.pool import available_memory, pool_size
+from runner.quantize import quantized
 from runner.sampler import Sampler
-from runner.steps import DEVICE_ERROR, OUT_OF_MEMORY, Sampled, StepMachine, StepSize, swap_pairs
+from runner.sizing import limits_of, needs_of, warm_up
+from runner.steps import Sampled, StepMachine, StepSize, swap_pairs
 
 log = logging.getLogger("triptych.runner")
-
-MAX_LOGPROBS = 20
-NO_MEMORY = "can't allocate memory"
-"""What torch's CPU allocator says in a plain RuntimeError."""
-_WARM_UP_TOKENS = 32
 
 
 class ModelExecutor:
     """An `Executor` over a loaded model. One thread calls it; torch uses as many as it was given."""
 
     def __init__(
-        self, model: LoadedModel, attention: AttentionBackend, pool: KvPool, limits: Limits, weight_bytes: int = 0
+        self,
+        model: LoadedModel,
+        attention: AttentionBackend,
+        pool: KvPool,
+        limits: Limits,
+        weight_bytes: int = 0,
+        team: Team = ALONE,
+        grammars: Grammars | None = None,
     ) -> None:
         self.limits = limits
         self.weight_bytes = weight_bytes
+        self._grammars = grammars
         self._decoder = model.decoder
         self._attention = attention
         self._pool = pool
         self._machine = StepMachine(limits)
-        self._sampler = Sampler(limits.vocab_size)
+        self._team = team
+        masks = Masks(grammars, limits.vocab_size) if grammars is not None else None
+        self._sampler = team.sampler(Sampler(limits.vocab_size, masks))
         self.inventory = self._machine.inventory
         self._copy_ns = 0
 
@@ -75,8 +82,10 @@ class ModelExecutor:
             result = self._machine.run(step, self._compute)
         return msgspec.structs.replace(result, copy_ns=self._copy_ns) if self._copy_ns else result
 
-    def answer(self, errand: Errand) -> Answer | None:
-        """Neither grammars nor KV sources are part of this executor."""
+    def answer(self, errand: Errand) -> Answer | Promise | None:
+        """Grammars are compiled meanwhile; KV sources are no part of this executor."""
+        if isinstance(errand, CompileGrammar) and self._grammars is not None:
+            return self._grammars.answer(errand)
         return unable(errand)
 
     def transfer(self, order: FetchKv, status: KvStatus | None) -> None:
@@ -86,15 +95,10 @@ class ModelExecutor:
     def _compute(self, step: Step, rows: Rows) -> Sampled:
         """The step's tokens. StepError if memory or the device fails: the next step may well run."""
         try:
-            return self._forward(step, rows)
-        except torch.OutOfMemoryError as error:
-            raise StepError(OUT_OF_MEMORY, str(error)) from error
-        except torch.AcceleratorError as error:
-            raise StepError(DEVICE_ERROR, str(error)) from error
+            with self._team.computing():
+                return self._forward(step, rows)
         except RuntimeError as error:
-            if NO_MEMORY in str(error):
-                raise StepError(OUT_OF_MEMORY, str(error)) from error
-            raise
+            raise as_step_error(error) from error
 
     def _forward(self, step: Step, rows: Rows) -> Sampled:
         if step.swap_out or step.swap_in:
@@ -123,11 +127,9 @@ class ModelExecutor:
         self._copy_ns = time.monotonic_ns() - began
 
 
-def load_executor(config: RunnerConfig) -> ModelExecutor:
-    """Load the model, size and make the pool. StartError, saying what to change, if that can't be done."""
-    if config.device == "cuda":
-        why = "attention and page copies for it are not part of this build" if torch.cuda.is_available() else "no GPU"
-        raise StartError(f"device cuda: {why}; use device cpu")
+def load_executor(config: RunnerConfig, team: Team = ALONE) -> ModelExecutor:
+    """Load the model, or this rank's part of it, size and make the pool. StartError, saying what to change, if that
+    can't be done."""
     if not config.model:
         raise StartError("model is not set: it takes a GGUF file or a Hugging Face directory")
     torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
@@ -135,15 +137,18 @@ def load_executor(config: RunnerConfig) -> ModelExecutor:
     began = time.monotonic()
     log.info("loading %s", config.model)
     try:
-        model = load_model(
-            Path(config.model),
-            config.dtype,
-            lambda dtype: select_ops(dtype, "cpu", choice),  # type: ignore[arg-type]  # checked by the settings
-            max_model_len=config.max_model_len or None,
-            cache_dir=default_cache_dir(),
+        model = team.agreed(
+            lambda: load_model(
+                Path(config.model),
+                config.dtype,
+                lambda dtype: quantized(select_ops(dtype, "cpu", choice), config.quantization, "cpu"),  # type: ignore[arg-type]
+                max_model_len=config.max_model_len or None,
+                cache_dir=default_cache_dir(),
+                peers=team.peers,
+            )
         )
-        available = available_memory()
-        size = pool_size(config, _needs(model, config), available)
+        available = team.memory(available_memory())
+        size = team.least(lambda: pool_size(config, needs_of(config, model, model.dtype), available), available)
         pool = KvPool(model.config, size.num_blocks, config.block_size, model.dtype, size.host_blocks)
         attention = select_attention(
             *(pool.layers, model.config.num_heads, model.config.num_kv_heads, model.config.head_dim),
@@ -152,66 +157,9 @@ def load_executor(config: RunnerConfig) -> ModelExecutor:
     except (ModelError, KernelError) as error:
         raise StartError(f"{config.model}: {error}") from error
     log.info("loaded in %.1f s, %.2f GiB available for KV and work", time.monotonic() - began, available / 2**30)
-    executor = ModelExecutor(model, attention, pool, _limits(config, model, size), _weight_bytes(model))
+    limits = limits_of(config, model, size, model.dtype)
+    team.same(limits)
+    grammars = Grammars.of_model(Path(config.model), limits.vocab_size, soon=team.leads)
+    executor = ModelExecutor(model, attention, pool, limits, model.weight_bytes, team, grammars)
     warm_up(executor)
     return executor
-
-
-def warm_up(executor: Executor) -> None:
-    """Run a short prefill and a decode, so that whatever is slow or broken at first use shows before anyone connects.
-
-    StartError if the model can't compute, or computes numbers that are not finite.
-    """
-    limits = executor.limits
-    length = min(_WARM_UP_TOKENS, limits.max_model_len - 1, limits.max_num_batched_tokens)
-    pages = range(1, 2 + length // limits.block_size)
-    request = NewRequest(
-        *(0, 0, pack_i32([position % limits.vocab_size for position in range(length)]), length, 0),
-        *(pack_i32(list(pages)), SamplingParams(max_tokens=2, temperature=1.0, logprobs=limits.max_logprobs)),
-    )
-    for step in (
-        Step(0, 0, pack_u64([0]), pack_i32([length]), new=[request]),
-        Step(0, 1, pack_u64([0]), pack_i32([1])),
-    ):
-        result = executor.execute(step, time.monotonic_ns())
-        if result.failure is not None:
-            raise StartError(f"the model can't compute: {result.failure.message}")
-        if result.errors:
-            raise StartError(
-                f"the model can't compute in {limits.dtype}: {result.errors[0].message}; try another dtype"
-            )
-    executor.clear()
-
-
-def _weight_bytes(model: LoadedModel) -> int:
-    shapes = fused_shapes(layout(model.config)).values()
-    return sum(math.prod(shape) for shape in shapes) * model.dtype.itemsize
-
-
-def _needs(model: LoadedModel, config: RunnerConfig) -> ModelNeeds:
-    shape = model.config
-    return ModelNeeds(
-        block_bytes=block_bytes(shape, config.block_size, model.dtype),
-        max_context=shape.max_context,
-        vocab_width=shape.vocab_size,
-        widest_layer=2 * shape.intermediate_size,
-        dtype_bytes=model.dtype.itemsize,
-    )
-
-
-def _limits(config: RunnerConfig, model: LoadedModel, size: PoolSize) -> Limits:
-    vocab = min(model.vocab_size, model.tokenizer_vocab_size or model.vocab_size)
-    return Limits(
-        model=config.served_model_name,
-        block_size=config.block_size,
-        num_blocks=size.num_blocks,
-        max_model_len=size.max_model_len,
-        vocab_size=vocab,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.step_tokens,
-        eos_token_ids=model.eos_token_ids,
-        dtype=str(model.dtype).removeprefix("torch."),
-        kv_bytes_per_block=block_bytes(model.config, config.block_size, model.dtype),
-        max_logprobs=min(MAX_LOGPROBS, vocab),
-        host_blocks=size.host_blocks,
-    )

@@ -41,6 +41,10 @@ class Ops(Protocol):
         unless the layout is unchanged."""
         ...
 
+    def pack_head(self, weight: Tensor) -> PackedLinear:
+        """Like pack_linear for the projection to logits, which stays whole where others are quantized."""
+        ...
+
     def linear(self, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
         """x [T, in] -> [T, out] in x's dtype, or in `out_dtype` (float32, for logits)."""
         ...
@@ -103,6 +107,9 @@ class TorchOps:
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         out_features, in_features = weight.shape
         return PackedLinear(out_features, in_features, weight, bias)
+
+    def pack_head(self, weight: Tensor) -> PackedLinear:
+        return self.pack_linear(weight)
 
     def linear(self, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
         y = F.linear(x, packed.weight, packed.bias)

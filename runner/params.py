@@ -5,6 +5,9 @@ Bounds on token ids are enforced here against the sampled vocabulary, so that no
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 
 from protocol.messages import SamplingParams
@@ -21,6 +24,16 @@ class ParamError(ValueError):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+@dataclass(slots=True)
+class Constraint:
+    """A grammar that binds a request's outputs, the ids that may end them, and where in it they have led: known for
+    this residency only, since the outputs tell it again."""
+
+    grammar: str
+    ends: frozenset[int]
+    place: Any = None
 
 
 class ParamColumns:
@@ -41,10 +54,12 @@ class ParamColumns:
         self.logprobs = np.full(capacity, -1, np.int32)
         self.penalised = np.zeros(capacity, np.bool_)
         self.edited = np.zeros(capacity, np.bool_)  # has an allow list, a bias or end ids under min_tokens
+        self.constrained = np.zeros(capacity, np.bool_)  # has a grammar
         self.plain = np.ones(capacity, np.bool_)  # greedy and nothing else: the argmax of the raw logits
         self.end_ids: dict[int, np.ndarray] = {}
         self.allowed: dict[int, np.ndarray] = {}
         self.bias: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.constraints: dict[int, Constraint] = {}
 
     def set(self, slot: int, params: SamplingParams) -> None:
         """Write a request's parameters into `slot`. ParamError if no token could ever be sampled with them."""
@@ -81,6 +96,7 @@ class ParamColumns:
             and params.logprobs < 0
             and not self.penalised[slot]
             and not self.edited[slot]
+            and not self.constrained[slot]
         )
 
     def _set_ragged(self, slot: int, params: SamplingParams) -> None:
@@ -97,6 +113,11 @@ class ParamColumns:
         if params.min_tokens > 0:
             self.min_tokens[slot] = params.min_tokens
             self.end_ids[slot] = self._in_range((*params.eos_token_ids, *params.stop_token_ids))
+        if params.grammar:
+            # A model without end ids can still be told to stop.
+            ends = self._in_range(params.eos_token_ids or params.stop_token_ids)
+            self.constraints[slot] = Constraint(params.grammar, frozenset(ends.tolist()))
+        self.constrained[slot] = slot in self.constraints
         self.edited[slot] = slot in self.allowed or slot in self.bias or slot in self.end_ids
 
     def _in_range(self, ids: tuple[int, ...]) -> np.ndarray:
@@ -108,4 +129,5 @@ class ParamColumns:
         self.allowed.pop(slot, None)
         self.bias.pop(slot, None)
         self.end_ids.pop(slot, None)
+        self.constraints.pop(slot, None)
         self.min_tokens[slot] = 0

@@ -67,16 +67,17 @@ def step_reserve(config: RunnerConfig, needs: ModelNeeds) -> int:
     return sampler + activations
 
 
-def pool_size(config: RunnerConfig, needs: ModelNeeds, available: int) -> PoolSize:
+def pool_size(config: RunnerConfig, needs: ModelNeeds, available: int, measured: str = "") -> PoolSize:
     """The pool for this model and memory. StartError, with numbers, if not even one request could run.
 
+    `available`: bytes that are free after loading; with `measured`, which says how they came about, those for pages.
     A `max_model_len` that was asked for is never lowered; one that only comes from the model is, with a warning.
     """
     wanted = config.max_model_len or needs.max_context
     if wanted > needs.max_context:
         raise StartError(f"max_model_len is {wanted}, the model's limit is {needs.max_context} tokens")
     size = config.block_size
-    num_blocks, origin = _num_blocks(config, needs, available, wanted)
+    num_blocks, origin = _num_blocks(config, needs, available, wanted, measured)
     capacity = (num_blocks - 1) * size
     if capacity < wanted:
         numbers = (
@@ -84,25 +85,29 @@ def pool_size(config: RunnerConfig, needs: ModelNeeds, available: int) -> PoolSi
             f"{needs.block_bytes} bytes each; {origin})"
         )
         if config.max_model_len or capacity < 2 * size:
+            share = "gpu_memory_utilization" if measured else "memory_utilization"
             raise StartError(
                 f"{numbers}, less than one request of {wanted} tokens. Lower max_model_len, or raise "
-                "kv_cache_memory_bytes, memory_utilization or num_blocks_override"
+                f"kv_cache_memory_bytes, {share} or num_blocks_override"
             )
         log.warning("%s, less than the model's %d: max_model_len is lowered to that", numbers, wanted)
         wanted = capacity
     return PoolSize(num_blocks, wanted, config.swap_space_bytes // needs.block_bytes)
 
 
-def _num_blocks(config: RunnerConfig, needs: ModelNeeds, available: int, longest: int) -> tuple[int, str]:
+def _num_blocks(
+    config: RunnerConfig, needs: ModelNeeds, available: int, longest: int, measured: str
+) -> tuple[int, str]:
     if config.num_blocks_override:
         return config.num_blocks_override, "from num_blocks_override"
     if config.kv_cache_memory_bytes:
         return config.kv_cache_memory_bytes // needs.block_bytes, "from kv_cache_memory_bytes"
-    reserve = step_reserve(config, needs)
-    budget = int(max(0, available - reserve) * config.memory_utilization)
-    limited = min(budget, CPU_POOL_LIMIT) if config.device == "cpu" else budget
     # More than every slot at full length can never be used.
     useful = config.max_num_seqs * -(-longest // config.block_size) + 1
+    if measured:
+        return min(available // needs.block_bytes, useful), measured
+    reserve = step_reserve(config, needs)
+    limited = min(int(max(0, available - reserve) * config.memory_utilization), CPU_POOL_LIMIT)
     origin = (
         f"{available / GIB:.2f} GiB available, {reserve / GIB:.2f} GiB kept for the largest step, "
         f"memory_utilization {config.memory_utilization:g}"

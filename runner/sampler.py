@@ -5,17 +5,19 @@ For each row, in float32:
  2. log-probabilities to report are taken here: they describe the model, not the request's settings
  3. allow list, 4. end ids masked while fewer than min_tokens outputs exist, 5. logit bias
  6. penalties: repetition over prompt and output, presence and frequency over the output
- 7. temperature < 1e-5: argmax, done; else divide by temperature
- 8. top-k, 9. top-p, 10. min-p: each keeps ids at or above a threshold (ties stay, so no sort order matters)
-11. the first id, in id order, whose cumulated probability exceeds u, with u a function of (seed, choice, position)
+ 7. what a row's grammar doesn't allow next is masked, and nothing after this lifts an id
+ 8. temperature < 1e-5: argmax, done; else divide by temperature
+ 9. top-k, 10. top-p, 11. min-p: each keeps ids at or above a threshold (ties stay, so no sort order matters)
+12. the first id, in id order, whose cumulated probability exceeds u, with u a function of (seed, choice, position)
 
-Penalties are computed from the request's tokens each time, so a resumed request needs nothing restored, and a row's
+Penalties and grammars go by the request's tokens alone, so a resumed request needs nothing restored, and a row's
 token depends on its own tokens and parameters only: never on its slot, its neighbours, chunks or preemption.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +26,14 @@ from torch import Tensor
 
 from protocol.messages import TokenLogprobs
 from runner.batch import Batch, Int32s, Int64s, spread
+from runner.grammar.masks import GRAMMAR_ERROR, Masks, Uint32s, bounds
 from runner.params import GREEDY_BELOW, NO_ALLOWED
 from runner.steps import Sampled
 from runner.uniform import uniforms
 
 LOGPROB_FLOOR = -9999.0
 NON_FINITE = "non_finite_logits"
+NOT_FINITE = (NON_FINITE, "the model's logits are not finite numbers")
 _RUN = 256  # ids that are summed together first
 _NEVER = float("-inf")
 
@@ -37,16 +41,21 @@ Bad = dict[int, tuple[str, str]]
 
 
 class Sampler:
-    """Samples for rows of a batch. `vocab_size` counts the ids that may be sampled; logits may be wider."""
+    """Samples for rows of a batch. `vocab_size` counts the ids that may be sampled; logits may be wider.
 
-    def __init__(self, vocab_size: int) -> None:
+    Without `masks`, rows with a grammar fail alone.
+    """
+
+    def __init__(self, vocab_size: int, masks: Masks | None = None) -> None:
         self._vocab_size = vocab_size
+        self._masks = masks
 
     def sample(self, logits: Tensor, batch: Batch, slots: Int64s) -> Sampled:
         """logits float32 [S, ≥ vocab_size] (clobbered) for the requests in `slots` [S] -> one token each."""
         if len(slots) == 0:
             return Sampled(np.zeros(0, np.int32))
         logits = logits[:, : self._vocab_size]
+        allowed = self._allowed(batch, slots)  # first: a device may still be computing the logits
         bad = self._non_finite(logits)
         params = batch.params
         if params.plain[slots].all():
@@ -54,6 +63,8 @@ class Sampler:
         reporting = np.flatnonzero(params.logprobs[slots] >= 0)
         raw = torch.log_softmax(logits[_on(reporting, logits)], 1) if len(reporting) else None
         self._edit(logits, batch, slots, bad)
+        if allowed is not None:
+            self._constrain(logits, batch, slots, allowed, bad)
         tokens = self._choose(logits, batch, slots)
         logprobs = [] if raw is None else self._report(raw, reporting, tokens, batch, slots, bad)
         return Sampled(tokens, logprobs, bad)
@@ -66,7 +77,7 @@ class Sampler:
             return {}
         broken = (~torch.isfinite(logits)).any(1).nonzero().flatten().tolist()
         logits[broken] = 0.0  # keep what follows free of NaN; the row's token is not used
-        return dict.fromkeys(broken, (NON_FINITE, "the model's logits are not finite numbers"))
+        return dict.fromkeys(broken, NOT_FINITE)
 
     def _edit(self, logits: Tensor, batch: Batch, slots: Int64s, bad: Bad) -> None:
         """Steps 3 to 6, in place."""
@@ -78,7 +89,7 @@ class Sampler:
                 kept = logits[row, _on(allowed, logits)].clone()
                 logits[row] = _NEVER
                 logits[row, _on(allowed, logits)] = kept
-            ends = params.end_ids.get(slot)
+            ends = params.end_ids.get(slot) if slot not in params.constraints else None  # the mask sees to those
             if ends is not None and batch.num_tokens[slot] - batch.num_prompt[slot] < params.min_tokens[slot]:
                 logits[row, _on(ends, logits)] = _NEVER
             bias = params.bias.get(slot)
@@ -92,6 +103,28 @@ class Sampler:
         penalised = np.flatnonzero(params.penalised[slots])
         if len(penalised):
             self._penalise(logits, batch, slots, penalised)
+
+    def _allowed(self, batch: Batch, slots: Int64s) -> _Allowed | None:
+        """What grammars allow next; None where no row has one."""
+        rows = np.flatnonzero(batch.params.constrained[slots])
+        if len(rows) == 0:
+            return None
+        if self._masks is None:
+            return _Allowed(rows, None, dict.fromkeys(range(len(rows)), "this runner compiles no grammars"))
+        return _Allowed(rows, *self._masks.of(batch, slots[rows]))
+
+    def _constrain(self, logits: Tensor, batch: Batch, slots: Int64s, allowed: _Allowed, bad: Bad) -> None:
+        """Step 7, in place."""
+        rows, masks, failed = allowed
+        if masks is not None:
+            # Row by row and in place: to gather the rows and put them back costs several times as much as this.
+            for index, (row, bound) in enumerate(zip(rows.tolist(), bounds(masks, logits), strict=True)):
+                torch.minimum(logits[row], bound[: logits.shape[1]], out=logits[row])
+                if int(slots[row]) in batch.params.allowed and bool(logits[row].amax() == _NEVER):
+                    failed[index] = "no token is left: the grammar allows none of the allow list"
+                    logits[row] = 0.0
+        for index, why in failed.items():
+            bad.setdefault(int(rows[index]), (GRAMMAR_ERROR, why))
 
     def _penalise(self, logits: Tensor, batch: Batch, slots: Int64s, rows: Int64s) -> None:
         params, owners = batch.params, slots[rows]
@@ -119,7 +152,7 @@ class Sampler:
         return counts.view(len(owners), self._vocab_size)
 
     def _choose(self, logits: Tensor, batch: Batch, slots: Int64s) -> npt.NDArray[np.int32]:
-        """Steps 7 to 11: a token for each row."""
+        """Steps 8 to 12: a token for each row."""
         params = batch.params
         random = np.flatnonzero(params.temperature[slots] >= GREEDY_BELOW)
         if len(random) == 0:
@@ -163,6 +196,14 @@ class Sampler:
             for index, slot in enumerate(owners.tolist())
             if int(rows[index]) not in bad
         ]
+
+
+class _Allowed(NamedTuple):
+    """`masks` [R, words] of rows [R] with a grammar; `failed`: an index among them -> why its row can't go on."""
+
+    rows: Int64s
+    masks: Uint32s | None
+    failed: dict[int, str]
 
 
 @dataclass(frozen=True, slots=True)

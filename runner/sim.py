@@ -11,8 +11,8 @@ same alone, in any batch, chunked, preempted and resumed:
 A step costs what the `sim_` settings say as a linear model, or what a cost model says that was given. Steps that wait
 in the queue start back to back: a step starts at the later of its receipt and the previous step's planned end, so late
 wake-ups never add up. Swapped blocks add their bytes over `sim_copy_gb_s`. Grammars compile in `sim_grammar_ms` (a text
-that begins with "invalid" doesn't), KV arrives after `sim_kv_fetch_ms`: all of it, none from a source named "fail…", N
-tokens from "partial:N", never from "never".
+that begins with "invalid" doesn't) and change no token. KV arrives after `sim_kv_fetch_ms`: all of it, none from a
+source named "fail…", N tokens from "partial:N", never from "never".
 """
 
 from __future__ import annotations

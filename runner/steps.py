@@ -1,11 +1,13 @@
 """One step as a transaction, for every kind of executor: take the changes in, compute, then commit or void.
 
-What is computed, and how, is the caller's (`compute`). Whatever goes wrong ends as a StepResult with a failure; nothing
-escapes to the loop.
+What is computed, and how, is the caller's. `run` does a step from end to end; where the device computes while the host
+goes on, the same in parts: `begin`, then `proceed` as soon as the work is on its way, and `settle` once the tokens are
+there, in the order of the steps. Whatever goes wrong ends as a StepResult with a failure; nothing escapes to the loop.
 
 After a failure every request that the step names is *void*: forgotten, and left out of later steps until it leaves or
 arrives anew, because those steps were sent before the scheduler knew. The pages that a void request would have written
 are void too; a step whose arrivals count on one fails in turn, so no garbage is ever read and no innocent row stops.
+Steps that were under way when an earlier one failed fail with it.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 
 from protocol.columns import i32, u64
 from protocol.messages import (
@@ -70,6 +73,22 @@ class StepSize:
         return cls(tokens, int(rows.starts.sum(dtype=np.int64)) + tokens, len(rows))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Begun:
+    """A step that was taken in, and of the requests that sample in it what a later step may change: parallel columns,
+    one entry for each row with `samples` set."""
+
+    step: Step
+    rows: Rows
+    errors: list[RowError]
+    num_failures: int
+    slots: Int64s
+    residencies: Int64s
+    ids: npt.NDArray[np.uint64]
+    incarnations: Int32s
+    positions: Int32s
+
+
 class StepMachine:
     """Owns the batch and the inventory. `checker`, where given, watches that the step keeps the paging rules."""
 
@@ -80,6 +99,7 @@ class StepMachine:
         self._page_size = limits.block_size
         self._void_requests: set[int] = set()
         self._fault: StepError | None = None
+        self._num_failures = 0
         self.size = StepSize()
         """Of the step that ran last."""
 
@@ -108,19 +128,71 @@ class StepMachine:
 
     def run(self, step: Step, compute: Compute) -> StepResult:
         """Execute `step`. Never raises; timings are left to the caller."""
-        errors: list[RowError] = []
         try:
-            rows = self._take_in(step, errors)
-            self.size = StepSize.of(rows)
-            sampled = compute(step, rows)
-            return self._commit(step, rows, sampled, errors)
-        except StepError as error:
-            failure = StepFailure(error.code, str(error))
-        except MemoryError as error:
-            failure = StepFailure(OUT_OF_MEMORY, str(error) or "no memory for the step")
+            begun = self.begin(step)
+            sampled = compute(step, begun.rows)
+            self.proceed(begun)
+            return self.settle(begun, sampled)
         except Exception as error:
-            log.exception("step %d failed", step.step_id)
+            return self.fail(step, error)
+
+    def begin(self, step: Step) -> Begun:
+        """Take the step's changes in. Raises StepError (or what a malformed step makes raise): then `fail` it."""
+        errors: list[RowError] = []
+        rows = self._take_in(step, errors)
+        self.size = StepSize.of(rows)
+        batch, slots = self.batch, rows.slots[rows.samples]
+        return Begun(
+            step, rows, errors, self._num_failures,
+            slots, batch.residency[slots], batch.ids[slots], batch.incarnations[slots], batch.num_tokens[slots],
+        )  # fmt: skip
+
+    def proceed(self, begun: Begun) -> None:
+        """The step is being computed: later ones may count on it. What it samples is known when it is settled."""
+        self.batch.advance(begun.rows)
+        self._record_filled(begun.step)
+
+    def settle(self, begun: Begun, sampled: Sampled) -> StepResult:
+        """The step was computed. Its result, a failure if an earlier step failed while this one was under way."""
+        if begun.num_failures != self._num_failures:
+            return self.fail(begun.step, StepError(VOIDED_PAGE, "a step failed while this one was under way"), begun)
+        batch, tokens = self.batch, np.asarray(sampled.tokens, np.int32)
+        here = batch.residency[begun.slots] == begun.residencies
+        good = ~(here & batch.dead[begun.slots])
+        for index, (code, message) in sampled.bad.items():
+            if good[index]:
+                errors = RowError(int(begun.ids[index]), int(begun.incarnations[index]), code, message)
+                begun.errors.append(errors)
+            good[index] = False
+            if here[index]:
+                batch.kill(int(begun.slots[index]), int(begun.positions[index]))
+        if sampled.bad:
+            self._take_back_dead()
+        known = here & good
+        batch.write(begun.slots[known], begun.positions[known], tokens[known])
+        return StepResult(
+            begun.step.epoch,
+            begun.step.step_id,
+            ids=begun.ids[good].tobytes(),
+            incarnations=begun.incarnations[good].tobytes(),
+            positions=begun.positions[good].tobytes(),
+            tokens=tokens[good].tobytes(),
+            logprobs=sampled.logprobs,
+            errors=begun.errors,
+        )
+
+    def fail(self, step: Step, error: Exception, begun: Begun | None = None) -> StepResult:
+        """The step went wrong, and with it those that are under way. `begun`: it had proceeded already."""
+        if isinstance(error, StepError):
+            failure = StepFailure(error.code, str(error))
+        elif isinstance(error, MemoryError):
+            failure = StepFailure(OUT_OF_MEMORY, str(error) or "no memory for the step")
+        else:
+            log.error("step %d failed", step.step_id, exc_info=error)
             failure = StepFailure(INTERNAL_ERROR, f"{type(error).__name__}: {error}")
+        self._num_failures += 1
+        if begun is not None:
+            self._go_back(begun.rows)
         self._void(step)
         return StepResult(step.epoch, step.step_id, failure=failure)
 
@@ -239,41 +311,25 @@ class StepMachine:
         self.batch.check_pages(pages, "step")
         self.inventory.handed_over(pages)
 
-    def _commit(self, step: Step, rows: Rows, sampled: Sampled, errors: list[RowError]) -> StepResult:
-        batch = self.batch
-        slots = rows.slots[rows.samples]
-        tokens = np.asarray(sampled.tokens, np.int32)
-        if sampled.bad:
-            bad = np.zeros(len(slots), np.bool_)
-            bad[list(sampled.bad)] = True
-            for index, (code, message) in sampled.bad.items():
-                slot = int(slots[index])
-                errors.append(RowError(int(batch.ids[slot]), int(batch.incarnations[slot]), code, message))
-            batch.dead[slots[bad]] = True
-            slots, tokens = slots[~bad], tokens[~bad]
-        positions = batch.num_tokens[slots]
-        batch.advance(rows, slots, tokens)
-        self._record_filled(step)
-        return StepResult(
-            step.epoch,
-            step.step_id,
-            ids=batch.ids[slots].tobytes(),
-            incarnations=batch.incarnations[slots].tobytes(),
-            positions=positions.tobytes(),
-            tokens=tokens.tobytes(),
-            logprobs=sampled.logprobs,
-            errors=errors,
-        )
-
     def _record_filled(self, step: Step) -> None:
         if step.filled_blocks:
             pages = i32(step.filled_blocks)
             hashes = np.frombuffer(step.filled_hashes, np.uint8).reshape(-1, HASH_BYTES)
             written = np.isin(pages, self.inventory.voided(pages), invert=True)
             self.inventory.filled(pages[written], hashes[written])
-        for slot in np.flatnonzero(self.batch.dead).tolist() if np.count_nonzero(self.batch.dead) else ():
-            # What a request without finite logits computed is nothing to offer to the next scheduler.
+        if np.count_nonzero(self.batch.dead):
+            self._take_back_dead()
+
+    def _take_back_dead(self) -> None:
+        """What a request without finite logits computed is nothing to offer to the next scheduler."""
+        for slot in np.flatnonzero(self.batch.dead).tolist():
             self.inventory.take_back(self.batch.pages(slot))
+
+    def _go_back(self, rows: Rows) -> None:
+        """These rows weren't computed after all; who has left since is nobody's concern."""
+        for request, slot, start in zip(rows.ids.tolist(), rows.slots.tolist(), rows.starts.tolist(), strict=True):
+            if self.batch.slot(request) == slot:
+                self.batch.num_computed[slot] = min(int(self.batch.num_computed[slot]), start)
 
     def _void_pages(self, pages: Int32s) -> None:
         self.inventory.void(pages)

@@ -59,6 +59,9 @@ class NativeOps:
             bias = F.pad(bias.float(), (0, -out_features % _PANEL))
         return PackedLinear(out_features, in_features, panels, bias)
 
+    def pack_head(self, weight: Tensor) -> PackedLinear:
+        return self.pack_linear(weight)
+
     def pack_gate_up(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         out_features, in_features = weight.shape
         if in_features % self._depth or out_features % _PANEL:

@@ -31,10 +31,11 @@ def test_a_row_samples_only_when_it_reaches_its_last_known_token() -> None:
     slot = batch.add(new(1, range(6), [1, 2]))
     part = rows_of(batch, {1: 4})
     assert part.samples.tolist() == [False] and part.starts.tolist() == [0]
-    batch.advance(part, part.slots[part.samples], np.zeros(0, np.int32))
+    batch.advance(part)
     rest = rows_of(batch, {1: 2})
     assert rest.samples.tolist() == [True] and rest.starts.tolist() == [4]
-    batch.advance(rest, rest.slots, np.array([42], np.int32))
+    batch.advance(rest)
+    batch.write(rest.slots, np.array([6], np.int32), np.array([42], np.int32))
     assert batch.tokens[slot, 6] == 42 and batch.num_tokens[slot] == 7
     assert rows_of(batch, {1: 1}).starts.tolist() == [6]
 
@@ -141,10 +142,10 @@ def test_a_dead_row_computes_what_is_known_and_samples_no_more_until_it_leaves()
     batch.dead[slot] = True
     rows = rows_of(batch, {1: 4, 2: 4})
     assert rows.ids.tolist() == [1, 2] and rows.samples.tolist() == [False, True]
-    batch.advance(rows, rows.slots[rows.samples], np.zeros(1, np.int32))
+    batch.advance(rows)
     last = rows_of(batch, {1: 3})  # the scheduler counts on a sampled token that will never be
     assert last.counts.tolist() == [2] and last.samples.tolist() == [False]
-    batch.advance(last, last.slots[last.samples], np.zeros(0, np.int32))
+    batch.advance(last)
     assert len(rows_of(batch, {1: 1})) == 0
     batch.remove(1)
     assert not batch.dead[batch.add(new(3, range(4), [3]))]
@@ -184,7 +185,10 @@ def test_a_random_history_equals_a_plain_twin(data: st.DataObject) -> None:
         assert list(zip(written[0].tolist(), written[1].tolist(), strict=True)) == slots
         sampling = [one for one, n in counts.items() if twin[one]["computed"] + n == len(twin[one]["tokens"])]
         assert rows.ids[rows.samples].tolist() == sampling
-        batch.advance(rows, rows.slots[rows.samples], np.arange(len(sampling), dtype=np.int32))
+        slots = rows.slots[rows.samples]
+        known = batch.num_tokens[slots]
+        batch.advance(rows)
+        batch.write(slots, known, np.arange(len(sampling), dtype=np.int32))
         for one, n in counts.items():
             twin[one]["computed"] += n
         for token, one in enumerate(sampling):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,10 @@ import pytest
 
 from protocol.columns import pack_i32
 from protocol.messages import CompileGrammar, FetchKv, GrammarStatus, KvStatus, StepResult
-from runner.errands import Answer, unable
+from runner.errands import Answer, Errand, unable
 from runner.sim import SimulatedExecutor
 from tests.runner.kit import new, sim, step, tokens_of
-from tests.runner.test_link import Running, Scheduler
+from tests.runner.link_kit import Running, Scheduler, running
 
 FETCH = FetchKv(5, 1, "store", 12, pack_i32([7, 8, 9]))
 
@@ -130,21 +132,21 @@ def test_what_the_pages_held_before_a_transfer_is_no_cached_content() -> None:
 @pytest.fixture
 def linked(tmp_path: Path) -> Iterator[Callable[..., Scheduler]]:
     """Connects schedulers to a running simulator: `linked(sim_grammar_ms=…)` first, then `linked()` for more."""
-    running: list[Running] = []
+    runners: list[Running] = []
     schedulers: list[Scheduler] = []
 
     def connect(takeover: bool = False, **changes: Any) -> Scheduler:
-        if not running:
+        if not runners:
             executor = sim(**changes)
-            running.append(Running(executor, tmp_path, answer=executor.answer))
-        scheduler = Scheduler(running[0].link.address, takeover=takeover)
+            runners.append(Running(executor, tmp_path, answer=executor.answer))
+        scheduler = Scheduler(runners[0].link.address, takeover=takeover)
         schedulers.append(scheduler)
         return scheduler
 
     yield connect
     for scheduler in schedulers:
         scheduler.close()
-    for one in running:
+    for one in runners:
         one.stop()
 
 
@@ -195,6 +197,92 @@ def test_a_new_scheduler_hears_nothing_of_what_the_former_one_asked(linked: Call
     assert tokens_of(second.result())
     second.channel.send(CompileGrammar(3, "b"))
     assert second.wait_for((GrammarStatus, KvStatus)).id == 3
+
+
+# --- answers that are promised ------------------------------------------------------------------------------------
+
+
+class Promises:
+    """What an executor promises to whom asks: kept when a test says so."""
+
+    def __init__(self) -> None:
+        self._made: queue.Queue[Future[GrammarStatus]] = queue.Queue()
+
+    def answer(self, errand: Errand) -> Future[GrammarStatus]:
+        promise: Future[GrammarStatus] = Future()
+        self._made.put(promise)
+        return promise
+
+    def next(self) -> Future[GrammarStatus]:
+        """The oldest that a test hasn't seen."""
+        return self._made.get(timeout=20)
+
+
+@pytest.fixture
+def promised(tmp_path: Path) -> Iterator[tuple[Promises, Callable[..., Scheduler]]]:
+    promises = Promises()
+    schedulers: list[Scheduler] = []
+    with running(sim(), tmp_path, answer=promises.answer) as runner:
+
+        def connect(takeover: bool = False) -> Scheduler:
+            schedulers.append(Scheduler(runner.link.address, takeover=takeover))
+            return schedulers[-1]
+
+        yield promises, connect
+        for scheduler in schedulers:
+            scheduler.close()
+
+
+def test_a_promise_is_kept_from_another_thread_while_steps_go_on(
+    promised: tuple[Promises, Callable[..., Scheduler]],
+) -> None:
+    promises, connect = promised
+    scheduler = connect()
+    epoch = scheduler.welcome().epoch
+    for request in (1, 2):
+        scheduler.channel.send(CompileGrammar(request, "regex:a"))
+    scheduler.channel.send(step(1, {9: 4}, epoch=epoch, arrivals=[new(9, range(4), [7])]))
+    assert tokens_of(scheduler.result())
+    first, second = promises.next(), promises.next()
+    second.set_result(GrammarStatus(2))
+    assert scheduler.wait_for(GrammarStatus) == GrammarStatus(2)
+    first.set_result(GrammarStatus(1, "no"))
+    assert scheduler.wait_for(GrammarStatus) == GrammarStatus(1, "no")
+
+
+def test_what_was_promised_to_a_former_scheduler_is_not_told_to_its_successor(
+    promised: tuple[Promises, Callable[..., Scheduler]],
+) -> None:
+    promises, connect = promised
+    first = connect()
+    first.welcome()
+    first.channel.send(CompileGrammar(1, "regex:a"))
+    first.pump()
+    promise = promises.next()
+    second = connect(takeover=True)
+    second.welcome()
+    promise.set_result(GrammarStatus(1))
+    second.channel.send(CompileGrammar(2, "regex:a"))
+    second.pump()
+    promises.next().set_result(GrammarStatus(2))
+    assert second.wait_for(GrammarStatus) == GrammarStatus(2)
+
+
+def test_a_promise_that_is_kept_after_the_end_or_never_disturbs_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    promises = Promises()
+    with running(sim(), tmp_path, answer=promises.answer) as runner:
+        scheduler = Scheduler(runner.link.address)
+        scheduler.welcome()
+        for request in (1, 2):
+            scheduler.channel.send(CompileGrammar(request, "regex:a"))
+        scheduler.pump()
+        cancelled, late = promises.next(), promises.next()
+        assert cancelled.cancel()
+        scheduler.close()
+    late.set_result(GrammarStatus(2))
+    assert caplog.records == []
 
 
 # --- copies -------------------------------------------------------------------------------------------------------

@@ -18,6 +18,9 @@ from protocol.columns import f32, i32
 from protocol.messages import Limits, SamplingParams
 from runner.attention.torch_paged import TorchAttention
 from runner.config import RunnerConfig
+from runner.cuda.device import HostDevice
+from runner.cuda.executor import DeviceExecutor
+from runner.cuda.pages import DevicePages
 from runner.errors import StartError
 from runner.kv import KvPool
 from runner.loader import LoadedModel
@@ -37,8 +40,8 @@ SEEDED = SamplingParams(
 class Made:
     """An executor and its pool."""
 
-    executor: ModelExecutor
-    pool: KvPool
+    executor: ModelExecutor | DeviceExecutor
+    pool: KvPool | DevicePages
 
     def run(self, one: Any) -> Any:
         return self.executor.execute(one, 0)
@@ -47,9 +50,9 @@ class Made:
 Make = Callable[..., Made]
 
 
-@pytest.fixture
-def make(smollm2_float32: LoadedModel) -> Make:
-    """Executors over the real model in float32, each with pages of its own, filled with `fill`."""
+@pytest.fixture(params=["at once", "launched and collected"])
+def make(smollm2_float32: LoadedModel, request: pytest.FixtureRequest) -> Make:
+    """Executors of both kinds over the real model in float32, each with pages of its own, filled with `fill`."""
 
     def build(fill: float = 0.0, **changes: Any) -> Made:
         values = {"num_blocks": 64, "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 128}
@@ -57,11 +60,19 @@ def make(smollm2_float32: LoadedModel) -> Make:
             **{"model": "m", "block_size": PAGE, "vocab_size": 49152, "host_blocks": 8, **values, **changes}
         )
         config = smollm2_float32.config
-        pool = KvPool(config, limits.num_blocks, PAGE, torch.float32, limits.host_blocks)
-        for layer in pool.layers:
-            layer.fill_(fill)
+        sizes = (config, limits.num_blocks, PAGE, torch.float32)
         heads = (config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale)
-        return Made(ModelExecutor(smollm2_float32, TorchAttention(pool.layers, *heads), pool, limits), pool)
+        if request.param == "at once":
+            pool = KvPool(*sizes, limits.host_blocks)
+            made = Made(ModelExecutor(smollm2_float32, TorchAttention(pool.layers, *heads), pool, limits), pool)
+        else:
+            device = HostDevice()
+            pages = DevicePages(*sizes, device, limits.host_blocks)
+            attention = TorchAttention(pages.layers, *heads)
+            made = Made(DeviceExecutor(smollm2_float32, attention, pages, limits, device), pages)
+        for layer in made.pool.layers:
+            layer.fill_(fill)
+        return made
 
     return build
 
@@ -259,8 +270,6 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
         load_executor(RunnerConfig())
     with pytest.raises(StartError, match="does not exist"):
         loaded(tmp_path / "nowhere")
-    with pytest.raises(StartError, match="device cuda"):
-        loaded(tiny_checkpoint(tmp_path / "m"), device="cuda")
 
 
 def test_a_step_without_rows_may_swap_and_the_time_of_copies_is_reported(make: Make, greedy: list[int]) -> None:

