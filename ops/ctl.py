@@ -28,6 +28,7 @@ EXIT_REFUSED, EXIT_USAGE, EXIT_NO_ANSWER = 1, 2, 3
 PATIENCE_S = 5.0
 POLL_MS = 50
 ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")
+REPLICA = "replica="
 
 ACTIONS = {
     "status": "",
@@ -50,6 +51,8 @@ HELP = """actions:
   set NAME=VALUE ...      change settings of the scheduler while it runs: all of them or, if one is wrong, none
   timeline ID             what happened to a request; ID is its answer's id, its X-Request-Id or its number
   explain ID              the same in sentences
+
+With several replicas an order is for all of them; replica=N behind it makes it one's alone.
 
 Exit code: 0 done, 1 refused (the message says why), 2 wrong usage, 3 nobody answered within 5 s."""
 
@@ -118,6 +121,12 @@ def controls(action: str, words: Sequence[str]) -> Iterator[Control]:
     if usage is None:
         raise ValueError(f"there is no action {action!r}.{suggest(action, ACTIONS)}")
     wrong = ValueError(f"usage: triptych ctl {action} {usage}".rstrip())
+    chosen = dict(word.split("=", 1) for word in words if word.startswith(REPLICA))
+    for control in _controls(action, usage, [word for word in words if not word.startswith(REPLICA)], wrong):
+        yield msgspec.structs.replace(control, arguments=control.arguments | chosen)
+
+
+def _controls(action: str, usage: str, words: Sequence[str], wrong: ValueError) -> Iterator[Control]:
     if usage == "ID":
         if len(words) != 1:
             raise wrong

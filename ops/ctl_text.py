@@ -49,6 +49,8 @@ def _status(body: Body, *, settings: bool) -> list[str]:
         ("new-token ratio", "-" if ratio is None else f"{ratio:.3f}"),
         ("forecast", _forecast(body.get("forecast"))),
     ]
+    for one in body.get("replicas", ()):
+        rows += [(f"replica {one['replica']}", _replica(one))]
     if settings:
         rows += [("strategies", "")]
         rows += [(f"  {name}", _value(value)) for name, value in body["strategies"].items()]
@@ -56,6 +58,16 @@ def _status(body: Body, *, settings: bool) -> list[str]:
         rows += [(f"  {name}", _value(value)) for name, value in body["settings"].items()]
     width = max(INDENT, *(len(name) + 2 for name, _ in rows))
     return [f"{name:{width}}{value}".rstrip() for name, value in rows]
+
+
+def _replica(one: Body) -> str:
+    """How one of several stands."""
+    held = one["usable_blocks"] - one["free_blocks"]
+    more = [_PAUSED.get(one["paused"], one["paused"])] if one["paused"] != "no" else []
+    more += ["draining"] if one["draining"] else []
+    state = one["runner"] if one["runner"] == "ready" else f"runner {one['runner']}"
+    levels = f"{one['running']} running, {one['waiting']} waiting, {held} of {one['usable_blocks']} blocks held"
+    return ", ".join([state, levels, *more])
 
 
 def _forecast(seen: Body | None) -> str:

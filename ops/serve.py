@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ops import replicas
 from ops.child import Program
 from ops.config import Loaded
 from ops.models import model_and_name
@@ -19,10 +19,11 @@ from ops.runtime_dir import RuntimeDir
 from ops.serve_config import ServeConfig
 from ops.supervisor import EXIT_FAILED, RestartPolicy, Supervisor
 from ops.unix_http import UnixConnection
-from protocol.links import listener_at
+from protocol.places import listener_at
 from protocol.settings import ENV_PREFIX, specs, to_text
 from services.config import ApiConfig
 from services.listen import BindError, listen
+from services.neighbours import READY_PAGE
 
 ROLES = ("runner", "scheduler", "api")
 """In start order; the API (one process or several), which drains with the others' help, is stopped first."""
@@ -58,7 +59,7 @@ def run(loaded: Loaded, environ: Mapping[str, str]) -> int:
         supervisor = Supervisor(
             programs(loaded, forced, environ, listener.fileno()),
             write=_write_line,
-            probe=lambda: all(os.path.exists(one.metrics_socket) for one in numbered) and is_ready(api),
+            probe=lambda: all(process_is_ready(one) for one in numbered) and is_ready(api),
             on_ready=lambda seconds: _write_line(banner(api, seconds)),
             policy=RestartPolicy(
                 limit=config.restart_limit,
@@ -70,7 +71,9 @@ def run(loaded: Loaded, environ: Mapping[str, str]) -> int:
             on_stop=listener.close,  # who comes when the last API process has gone is refused
             cleanup=cleanup,
         )
-        _write_line(f"starting runner, scheduler and API for {name} (sockets in {runtime.path})")
+        count = len(replicas.numbers(loaded))
+        runners = f"{count} runners" if count > 1 else "runner"
+        _write_line(f"starting {runners}, scheduler and API for {name} (sockets in {runtime.path})")
         return supervisor.run()
 
 
@@ -84,27 +87,34 @@ def programs(
     config = loaded.get("serve", ServeConfig)
     api = loaded.get("api", ApiConfig)
     inherited = {name: value for name, value in environ.items() if not name.startswith(ENV_PREFIX)}
-    several = config.api_processes > 1
-    places = [(role, 0) for role in ROLES[:-1]] + [("api", number) for number in _numbers(config)]
+    runners = replicas.numbers(loaded)
+    groups = {"api": config.api_processes > 1, "runner": len(runners) > 1}
+    places = [("runner", number) for number in runners]
+    places += [("scheduler", 0), *(("api", number) for number in _numbers(config))]
     found = []
     for role, number in places:
         fields = specs(type(loaded.configs[role]))
         values = {**loaded.given(role), **{name: value for name, value in forced.items() if name in fields}}
         values = {**values, "metrics_port": _metrics_port(loaded, role, number)}
+        own: dict[str, str] = {}
         if role == "api":
             values |= {"listen_fd": listen_fd, "process_number": number}
+        elif role == "runner":
+            values |= replicas.settings(loaded, number, len(runners))
+            own = replicas.environment(loaded, number, environ)
         settings = {fields[name].env: to_text(fields[name], value) for name, value in values.items()}
         found.append(
             Program(
-                role=f"api-{number}" if number else role,
+                role=f"{role}-{number}" if groups.get(role) else role,
                 argv=[sys.executable, "-m", "ops.cli", role],
-                env={**inherited, "PYTHONUNBUFFERED": "1", **settings},
+                env={**inherited, "PYTHONUNBUFFERED": "1", **own, **settings},
                 # The runner may still hold the session of the scheduler that died: the new one takes it over.
                 restart_env={ENV_PREFIX + "TAKEOVER": "true"} if role == "scheduler" else {},
                 stop_grace_s=config.stop_timeout_s + (api.shutdown_grace_s if role == "api" else 0.0),
-                group="api" if role == "api" and several else "",
+                group=role if groups.get(role) else "",
                 descriptors=(listen_fd,) if role == "api" and listen_fd >= 0 else (),
                 holder=_holder_of(values, fields) if role == "scheduler" else lambda: None,
+                beats=True,
             )
         )
     return found
@@ -115,6 +125,18 @@ def _holder_of(values: Mapping[str, Any], fields: Mapping[str, Any]) -> Callable
     directory = values.get("runtime_dir", fields["runtime_dir"].default)
     address = str(values.get("scheduler_address", "")) or f"ipc://{directory}/scheduler.sock"
     return lambda: listener_at(address)
+
+
+def process_is_ready(api: ApiConfig) -> bool:
+    """Whether this API process, of several perhaps, has found its scheduler and runner."""
+    connection = UnixConnection(api.metrics_socket, PROBE_TIMEOUT_S)
+    try:
+        connection.request("GET", READY_PAGE)
+        return connection.getresponse().read() == b"1"
+    except (OSError, http.client.HTTPException):
+        return False  # not there yet
+    finally:
+        connection.close()
 
 
 def is_ready(api: ApiConfig) -> bool:
@@ -159,13 +181,16 @@ def _numbers(config: ServeConfig) -> list[int]:
 
 
 def _metrics_port(loaded: Loaded, role: str, number: int) -> int:
-    """One for each process: API, scheduler and runner get the given port and the next two, other APIs those after."""
+    """One for each process: API, scheduler and runner get the given port and the next two, other API processes those
+    after, then other runners."""
     port: int = loaded.configs[role].metrics_port
     shared = len({config.metrics_port for table, config in loaded.configs.items() if table in ROLES}) == 1
     if not port:
         return 0
-    if number > 1:
-        return port + number - 1 + (len(ROLES) - 1 if shared else 0)
+    others = number - 1 if role == "api" else number
+    if others > 0:
+        apis = loaded.get("serve", ServeConfig).api_processes - 1 if role == "runner" else 0
+        return port + others + (len(ROLES) - 1 + apis if shared else 0)
     return port + tuple(reversed(ROLES)).index(role) if shared else port
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.settings import check, setting
+from protocol.settings import SettingError, check, setting
+
+SHORTEST_HANG_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,11 @@ class ServeConfig:
         1, help="API processes that share the HTTP port: more use more cores for HTTP and text", minimum=1, maximum=64
     )
     start_timeout_s: float = setting(
-        600.0, help="how long loading may take before the start counts as failed", unit="s", minimum=1
+        600.0,
+        help="how long loading may take before the start counts as failed; a process that has been ready before gets "
+        "ten times its longest start, or hang_timeout_s if that is more",
+        unit="s",
+        minimum=1,
     )
     restart_limit: int = setting(
         16,
@@ -40,7 +46,7 @@ class ServeConfig:
     )
     hang_timeout_s: float = setting(
         10.0,
-        help="scheduler and runner are killed and started again without a sign of life for this long; 0: never",
+        help="a process without a sign of life for this long is killed and started again; 0: never",
         unit="s",
         minimum=0,
     )
@@ -50,3 +56,6 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        if 0 < self.hang_timeout_s < SHORTEST_HANG_S:
+            allowed = f"0 or at least {SHORTEST_HANG_S:g} s: processes give a sign of life twice a second"
+            raise SettingError(f"hang_timeout_s: got {self.hang_timeout_s:g}, allowed is {allowed}")

@@ -33,12 +33,11 @@ from protocol.links import (
     SeldomLog,
     check_address,
     check_hello,
-    claim_ipc_path,
-    file_identity,
     new_instance,
     new_socket,
 )
 from protocol.messages import Goodbye, Hello, Refused, Welcome
+from protocol.places import Place, PlaceTaken
 from protocol.security import OPEN, LinkSecurity, SecurityError
 
 __all__ = [
@@ -104,7 +103,7 @@ class ServerChannel(Generic[R]):
         self.address = address
         self.stats = LinkStats()
         self.bound = False
-        self._file: tuple[int, int] | None = None
+        self._place: Place | None = None
         self._clock = clock
         self._codec: wire.Codec[R] = wire.Codec(receives)
         self._sessions: dict[bytes, _Session] = {}
@@ -128,19 +127,35 @@ class ServerChannel(Generic[R]):
 
     def bind(self, *, by_force: bool = False) -> None:
         """Listen at the address. AddressTaken if another process does, unless `by_force` takes its socket file away."""
-        path = self.address.removeprefix("ipc://") if self.address.startswith("ipc://") else ""
-        if path:
-            claim_ipc_path(self.address, by_force=by_force)
         try:
-            self.socket.bind(self.address)
+            if self.address.startswith("ipc://"):
+                self._bind_in_place(self.address.removeprefix("ipc://"), by_force)
+            else:
+                self.socket.bind(self.address)
+        except PlaceTaken as taken:
+            raise AddressTaken(self.address, taken.pid) from taken
         except zmq.ZMQError as error:
             if error.errno == zmq.EADDRINUSE:
                 raise AddressTaken(self.address) from error
             raise AddressError(f"{self.address}: can't bind: {error}") from error
+        except OSError as error:
+            raise AddressError(f"{self.address}: can't bind: {error}") from error
         self.bound = True
-        if path:
+
+    def _bind_in_place(self, path: str, by_force: bool) -> None:
+        place = Place.claim(path, by_force=by_force)
+        try:
+            self.socket.bind(self.address)
             os.chmod(path, 0o600)
-            self._file = file_identity(path)
+            try:
+                place.listening()
+            except PlaceTaken:
+                self.socket.unbind(self.address)
+                raise
+        except (OSError, zmq.ZMQError):
+            place.release()
+            raise
+        self._place = place
 
     @property
     def bound_address(self) -> str:
@@ -199,7 +214,8 @@ class ServerChannel(Generic[R]):
         failed = len(self._monitor.events())
         if failed:
             self.stats.failed_handshakes += failed
-            self._seldom.warning(f"{self.address}: {failed} connections spoke no ZeroMQ, or without our key")
+            plural = "" if failed == 1 else "s"
+            self._seldom.warning(f"{self.address}: {failed} connection{plural} spoke no ZeroMQ, or without our key")
 
     def _take(self, identity: bytes, number: int, sequence: int, message: R) -> bool:
         """Session bookkeeping for one decoded frame; True if the owner should see it."""
@@ -324,9 +340,7 @@ class ServerChannel(Generic[R]):
             return
         if self._attached:
             self._attached.close()
-        if self._file is not None:
-            path = self.address.removeprefix("ipc://")
-            if file_identity(path) == self._file:  # else another process has taken the place
-                os.unlink(path)
         self._monitor.close()
         self.socket.close()
+        if self._place is not None:
+            self._place.release()

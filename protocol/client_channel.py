@@ -79,6 +79,7 @@ class ClientChannel(Generic[R]):
         self._last_hello = -1e9
         self._last_beat = -1e9
         self._lost_at = -1e9
+        self._quiet_until = -1e9
         self._linked = address.startswith("inproc://")  # of which ZeroMQ reports no events
         self._accepted_at = -1e9
         self._cut = False
@@ -176,7 +177,7 @@ class ClientChannel(Generic[R]):
         """Say hello when it is time: often at first, for who replaces the peer is usually about to begin."""
         now = self._clock()
         interval = EAGER_HELLO_INTERVAL_S if now - self._lost_at < EAGER_S else HELLO_INTERVAL_S
-        if not self._linked or now - self._last_hello < interval:
+        if not self._linked or now - self._last_hello < interval or now < self._quiet_until:
             return
         self._last_hello = now
         try:
@@ -276,6 +277,10 @@ class ClientChannel(Generic[R]):
         """Give up a peer that hangs, as if it were silent: what it still says to this session is stale."""
         if self.connected:
             self._disconnect(why)
+
+    def hold_off(self, seconds: float) -> None:
+        """Say no Hello for so long."""
+        self._quiet_until = self._clock() + seconds
 
     def leave(self, goodbye: Goodbye) -> None:
         """Say goodbye, if there is anyone to say it to."""

@@ -9,8 +9,6 @@ import itertools
 import logging
 import os
 import secrets
-import socket
-import stat
 import struct
 import time
 from collections.abc import Callable
@@ -20,6 +18,7 @@ import zmq
 
 from protocol import wire
 from protocol.messages import Hello, Refused
+from protocol.places import describe_process
 
 log = logging.getLogger("triptych.link")
 
@@ -50,11 +49,12 @@ class AddressError(ValueError):
 
 
 class AddressTaken(AddressError):
-    """Another live process listens at the address. `holder` says which, as far as the kernel knows."""
+    """Another live process listens at the address: `pid`, or 0 for one that can't be seen from here."""
 
-    def __init__(self, address: str, holder: str = "") -> None:
+    def __init__(self, address: str, pid: int = 0) -> None:
+        holder = describe_process(pid)
         super().__init__(f"{address}: another live process listens there{holder and f': {holder}'}")
-        self.holder = holder
+        self.pid = pid
 
 
 @dataclass
@@ -105,71 +105,6 @@ def check_address(address: str) -> None:
             raise AddressError(f"{address}: the path has {len(os.fsencode(path))} bytes, the limit is {MAX_IPC_PATH}")
     elif not address.startswith(("tcp://", "inproc://")):
         raise AddressError(f"{address}: expected ipc:///path, tcp://host:port or inproc://name")
-
-
-def claim_ipc_path(address: str, *, by_force: bool = False) -> None:
-    """Sweep a dead process's socket file. AddressTaken if a live one listens there (ZeroMQ would take it over).
-
-    `by_force` takes the path away from it: it goes on listening where nobody finds it.
-    """
-    path = address.removeprefix("ipc://")
-    if not os.path.exists(path):
-        return
-    if not stat.S_ISSOCK(os.stat(path).st_mode):
-        raise AddressError(f"{address}: a file that is not a socket is in the way")
-    pid = listener_pid(path)
-    if pid is not None and not by_force:
-        raise AddressTaken(address, describe_process(pid))
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        pass  # its owner was faster
-
-
-def listener_pid(path: str) -> int | None:
-    """The process that listens on a unix socket (0: one that can't be seen from here), None if nobody does."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.settimeout(0.5)
-            probe.connect(path)
-            return int(struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
-        except (BlockingIOError, TimeoutError):
-            return 0  # it listens, and takes nobody in
-        except OSError:
-            return None
-
-
-def listener_at(address: str) -> int | None:
-    """Like `listener_pid`, for an ipc or tcp address; who listens on the latter can't be told (0)."""
-    if address.startswith("ipc://"):
-        return listener_pid(address.removeprefix("ipc://"))
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    host = {"*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "::1"}.get(host, host.strip("[]"))
-    try:
-        socket.create_connection((host, int(port)), timeout=0.5).close()
-    except OSError:
-        return None
-    return 0
-
-
-def file_identity(path: str) -> tuple[int, int] | None:
-    """What tells a file from another one that has come to lie in its place; None if there is none."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
-
-
-def describe_process(pid: int) -> str:
-    """A process in words: its number and since when it runs; "" if it can't be seen from here."""
-    try:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(os.stat(f"/proc/{pid}").st_mtime))
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            stopped = file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    except OSError:
-        return ""
-    return f"pid {pid}, since {since}{', which is stopped' if stopped else ''}"
 
 
 def new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:

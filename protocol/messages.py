@@ -134,7 +134,7 @@ class SamplingParams(_Message, tag="sampling", frozen=True):
     stop under `ignore_eos`. `logprobs` is the number of alternatives to report, -1 for no logprobs at all.
     `repetition_max_pattern` > 0 ends a request (status REPETITION) whose outputs end in `repetition_min_count` copies
     of one pattern of `repetition_min_pattern` to `repetition_max_pattern` tokens. `grammar` constrains the output: a
-    tagged text such as `json_schema:{...}` that the runner compiles; the request waits until it has.
+    tagged text (`json_schema:{...}`, `regex:...`, `lark:...`) that the runner compiles; the request waits until it has.
     """
 
     max_tokens: int
@@ -293,8 +293,10 @@ class Outputs(_Message, tag="outputs", frozen=True):
 class SchedulerStatus(_Message, tag="status", frozen=True):
     """The scheduler's truth about the chain, sent with every heartbeat to an API: what /health and /ready answer from.
 
-    `runner`: "ready", "absent" or "stuck". `stalled_ms`: how long work has been pending with no step finished.
-    `waiting_timeout_ms`: how long a request may wait for its first admission if it doesn't say; 0: for ever.
+    `runner`: "ready", "absent" or "stuck"; of `replicas` runners `replicas_up` are. `stalled_ms`: for so long work is
+    pending with no step finished. `waiting_timeout_ms` bounds the wait for the first admission if a request doesn't
+    (0: nothing does). `queued` requests wait for it; while there are `queue_limit` (0: no limit) or more, a new one is
+    rejected, unless the scheduler `displaces` and its priority is below `least_urgent`, the highest that waits.
     """
 
     epoch: int
@@ -306,6 +308,12 @@ class SchedulerStatus(_Message, tag="status", frozen=True):
     draining: bool = False
     limits: Limits | None = None
     waiting_timeout_ms: int = 0
+    queue_limit: int = 0
+    queued: int = 0
+    displaces: bool = False
+    least_urgent: int = 0
+    replicas: int = 1
+    replicas_up: int = 0
 
 
 # --- scheduler -> runner --------------------------------------------------------------------------------------
@@ -395,7 +403,10 @@ class StepFailure(_Message, tag="step_failure", frozen=True):
 
 
 class GrammarStatus(_Message, tag="grammar_status", frozen=True):
-    """A grammar is compiled (`message` empty) or can't be (`message` says why)."""
+    """A grammar is compiled (`message` empty) or can't be (`message` says why).
+
+    It needs no incarnation: the grammar belongs to the id, so that a late answer is as true of a later residency.
+    """
 
     id: int
     message: str = ""

@@ -1,15 +1,14 @@
-"""Both links of a scheduler: API sessions, the runner's epochs, leases, refusals, and the loop that turns it all.
+"""Both links of a scheduler: API sessions, leases, its place at its address, and the loop that turns it all.
 
-What the contract asks of any scheduler before it decides anything. It knows no request and no page.
+What the contract asks of any scheduler before it decides anything. It knows no request and no page. The other end is
+`protocol.runner_links`.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,19 +23,18 @@ from protocol.messages import (
     Control,
     Extend,
     Goodbye,
-    GrammarStatus,
     Heartbeat,
     Hello,
-    KvStatus,
     Limits,
     Refused,
-    RunnerToScheduler,
     SchedulerStatus,
-    StepResult,
     Submit,
     Welcome,
 )
 from protocol.process import EXIT_REPLACED, StopSignal, ensure_private_dir
+from protocol.runner_links import EXIT_REFUSED as EXIT_REFUSED
+from protocol.runner_links import RunnerLinks, RunnerOwner
+from protocol.runner_links import Stopped as Stopped
 from protocol.security import OPEN, LinkSecurity
 
 log = logging.getLogger("triptych.scheduler")
@@ -45,14 +43,13 @@ TICK_MS = 200
 EAGER_TICK_MS = 5
 STATUS_INTERVAL_S = 0.5
 EXIT_OK = 0
-EXIT_REFUSED = 3
 LET_GO_S = 3.0
 """How long a scheduler that has been replaced may keep its socket file: one that hangs never gives it up."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
-    """Where the links are, and how long (s) a silent peer is waited for."""
+    """Where the links are, and how long (s) a silent peer is waited for. `runner_address`: several with commas."""
 
     scheduler_address: str
     runner_address: str
@@ -78,14 +75,8 @@ class LinkSettings:
         )
 
 
-class Owner(Protocol):
+class Owner(RunnerOwner, Protocol):
     """Who decides: what `SchedulerLinks` calls. A peer is the number of one API's session, never used twice."""
-
-    def on_welcome(self, welcome: Welcome, limits: Limits) -> None:
-        """A new epoch: the runner holds nothing of this scheduler's, and its limits may be others."""
-
-    def on_runner(self, message: StepResult | GrammarStatus | KvStatus | Heartbeat) -> None:
-        """Whatever else the runner says."""
 
     def on_request(self, peer: int, message: Submit | Extend | Abort | Control) -> None:
         """What an API asks for. All but a Control comes only once there are limits."""
@@ -100,17 +91,10 @@ class Owner(Protocol):
         """At least twice a second: do what time asks for, and say how things stand."""
 
 
-class Stopped(Exception):
-    """The process has to end: `code` is its exit status, the text says why."""
-
-    def __init__(self, code: int, why: str) -> None:
-        super().__init__(why)
-        self.code = code
-
-
 class SchedulerLinks:
     """Serves an `Owner` until it is told to stop, fenced or refused. `limits` is None before the first runner.
 
+    `runner_owners` command one runner each, in the order of the addresses; without them `owner` commands the only one.
     With `takeover` another scheduler may hold the place: then the runner is asked first, which tells that one to
     leave, and APIs are served as soon as it has let go of the address. `on_bound` is called at that moment, with
     whether the address was taken by force from one that hangs. `beat` is called twice a second while the loop turns.
@@ -122,14 +106,13 @@ class SchedulerLinks:
         settings: LinkSettings,
         owner: Owner,
         *,
+        runner_owners: Sequence[RunnerOwner] = (),
         on_bound: Callable[[bool], None] = lambda by_force: None,
         beat: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
         self.instance = new_instance()
-        self.epoch = 0
-        self.limits: Limits | None = None
         self.backlog: list[tuple[int, Submit | Extend | Abort]] = []
         self.peers: dict[int, bytes] = {}
         self._owner = owner
@@ -138,9 +121,7 @@ class SchedulerLinks:
         self._clock = clock
         self._numbers: dict[bytes, int] = {}
         self._next_peer = 0
-        self._refused_since = 0.0
-        self._ours_since = 0.0
-        self._runner_hangs = self._had_runner = False
+        self._in_the_way: tuple[int, float] | None = None
         self._last_status = clock()
         self.apis: ServerChannel[Any] = ServerChannel(
             context, settings.scheduler_address, ApiToScheduler, clock=clock, security=settings.security, bind=False
@@ -155,29 +136,43 @@ class SchedulerLinks:
         except AddressError:
             self.apis.close()
             raise
-        self.runner: ClientChannel[Any] = ClientChannel(
+        self.runners = RunnerLinks(
             context,
-            settings.runner_address,
-            RunnerToScheduler,
-            self._hello,
+            settings.runner_address.split(","),
+            runner_owners or (owner,),
+            self.instance,
+            lease_s=settings.lease_s,
             silence_s=settings.runner_silence_s,
-            clock=clock,
+            takeover=settings.takeover,
             security=settings.security,
+            on_change=self._send_status,
+            on_welcome=self._serve_backlog,
+            before_fenced=lambda: self._owner.work(),
+            clock=clock,
         )
 
-    def _hello(self) -> Hello:
-        version, digest = wire.PROTOCOL_VERSION, wire.SCHEMA_DIGEST
-        # Once is enough: one that was replaced while it hung must not take the place back when it wakes up.
-        takeover = self.settings.takeover and not self.epoch
-        name = f"pid {os.getpid()} on {socket.gethostname()}"
-        return Hello("scheduler", version, digest, self.instance, self.epoch, takeover, name)
+    @property
+    def runner(self) -> ClientChannel[Any]:
+        """The only runner, or the first."""
+        return self.runners.links[0].channel
+
+    @property
+    def epoch(self) -> int:
+        """The epoch it commands with: with several runners the largest. 0 before the first has come."""
+        return self.runners.epoch
+
+    @property
+    def limits(self) -> Limits | None:
+        """What a request may ask for: with several runners those of the largest."""
+        return self.runners.limits
 
     def run(self, stop: StopSignal) -> int:
         """Serve until `stop`; returns the exit status."""
         poller = zmq.Poller()
         poller.register(self.apis.socket, zmq.POLLIN)
-        for news in self.runner.pollable:
-            poller.register(news, zmq.POLLIN)
+        for link in self.runners.links:
+            for news in link.channel.pollable:
+                poller.register(news, zmq.POLLIN)
         poller.register(stop.fileno(), zmq.POLLIN)
         self._tick()
         try:
@@ -193,39 +188,21 @@ class SchedulerLinks:
 
     def turn(self) -> None:
         """Take in what has arrived, let the owner work, do what time asks for. Raises Stopped."""
-        for message in self.runner.receive():
-            self._on_runner(message)
+        self.runners.receive()
         for identity, message in self.apis.receive():
             self._on_api(identity, message)
         self._owner.work()
         self._tick()
 
     def _leave(self, code: str, why: str) -> None:
-        self.runner.leave(Goodbye(code, why))
+        self.runners.leave(Goodbye(code, why))
         for identity in self.apis.peers:
             self.apis.drop(identity, Goodbye(code, why))
-
-    def give_up_runner(self, why: str) -> None:
-        """It hangs: what it still sends counts no more, and it is welcome again when it shakes hands."""
-        log.error("the runner counts as stuck: %s", why)
-        self._runner_hangs = True
-        self.runner.abandon(why)
-
-    @property
-    def runner_state(self) -> str:
-        """ "ready", "absent", or "stuck": there is a process, and it does nothing."""
-        if self.runner.connected:
-            return "ready"
-        return "stuck" if self._runner_hangs or self.runner.unresponsive else "absent"
-
-    def rejoin_runner(self, why: str) -> None:
-        """Leave the runner and shake hands again: a new epoch, in which nothing of this one is in flight."""
-        self.runner.leave(Goodbye("restart", why))
 
     def close(self) -> None:
         """Close both links. Idempotent."""
         self.apis.close()
-        self.runner.close()
+        self.runners.close()
 
     def send(self, peer: int, message: msgspec.Struct) -> None:
         """To an API, if its session lasts. One that can't take the message is dropped: it will come back."""
@@ -245,11 +222,15 @@ class SchedulerLinks:
         stalled_ms: int = 0,
         draining: bool = False,
         waiting_timeout_ms: int = 0,
+        queue_limit: int = 0,
+        queued: int = 0,
+        displaces: bool = False,
+        least_urgent: int = 0,
     ) -> SchedulerStatus:
         """How things stand, with what the links know of it."""
         return SchedulerStatus(
             self.epoch,
-            self.runner_state,
+            self.runners.state,
             running,
             waiting,
             kv_usage,
@@ -257,21 +238,20 @@ class SchedulerLinks:
             draining,
             self.limits,
             waiting_timeout_ms,
+            queue_limit,
+            queued,
+            displaces,
+            least_urgent,
+            len(self.runners.links),
+            self.runners.num_up,
         )
 
     def _tick(self) -> None:
-        if self.runner.tick():
-            silence_s = self.settings.runner_silence_s
-            log.error("the runner has been silent for over %.1f s: it counts as gone", silence_s)
+        lost_runner = self.runners.tick()
         if not self.apis.bound and self.epoch:
             self._take_place()
         now = self._clock()
-        if self._had_runner and not self.runner.connected:
-            log.warning("no runner (%s): requests wait for one", self.runner.lost)
-            self._last_status = now - STATUS_INTERVAL_S  # the APIs are told at once
-        self._had_runner = self.runner.connected
-        self._runner_hangs = self._runner_hangs and self.runner.linked
-        if now - self._last_status < STATUS_INTERVAL_S:
+        if now - self._last_status < STATUS_INTERVAL_S and not lost_runner:  # of a loss the APIs are told at once
             return
         self._last_status = now
         self._beat()
@@ -282,10 +262,13 @@ class SchedulerLinks:
 
     def _take_place(self) -> None:
         """The runner has told the former scheduler to leave: serve the APIs as soon as it has."""
-        by_force = self._clock() - self._ours_since > LET_GO_S
+        former, since = self._in_the_way or (0, self._clock())
+        by_force = self._clock() - since > LET_GO_S
         try:
             self.apis.bind(by_force=by_force)
-        except AddressTaken:
+        except AddressTaken as taken:
+            # Who has come in between isn't the one that hangs: it gets the same time.
+            self._in_the_way = (taken.pid, since if taken.pid == former else self._clock())
             return
         log.info("serving APIs in the place of the former scheduler%s", ", which hangs" if by_force else "")
         self._on_bound(by_force)
@@ -295,52 +278,12 @@ class SchedulerLinks:
         for peer in list(self.peers):
             self.send(peer, status)
 
-    # --- the runner's side ----------------------------------------------------------------------------------
-
-    def _on_runner(self, message: Any) -> None:
-        if isinstance(message, Welcome):
-            self._on_welcome(message)
-        elif isinstance(message, Refused):
-            self._on_refused(message)
-        elif isinstance(message, Goodbye):
-            if message.code in ("fenced", "takeover"):
-                self._owner.work()  # what the last steps brought
-                raise Stopped(EXIT_REPLACED, f"another scheduler has taken over: {message.message}")
-            log.warning("the runner left (%s): requests wait for the next one", message.message or message.code)
-            self._send_status()
-        else:
-            self._owner.on_runner(message)
-
-    def _on_welcome(self, welcome: Welcome) -> None:
-        """A runner is ours: whatever it held for others is void."""
-        if welcome.limits is None:
-            raise Stopped(EXIT_REFUSED, "the runner's welcome has no limits")
-        if self.limits is not None and welcome.limits != self.limits:
-            log.warning("the runner's limits changed: %s", welcome.limits)
-        self.epoch, self.limits, self._refused_since = welcome.epoch, welcome.limits, 0.0
-        self._runner_hangs = False
-        self._ours_since = self._clock()
-        self._owner.on_welcome(welcome, welcome.limits)
+    def _serve_backlog(self) -> None:
+        """A runner is there: what came before goes to the owner."""
         backlog, self.backlog = self.backlog, []
         for peer, message in backlog:
             self._owner.on_request(peer, message)
         self._send_status()
-
-    def _on_refused(self, refused: Refused) -> None:
-        """Another scheduler holds the runner: wait for its lease to end, then give up. Anything else is final."""
-        if refused.code == wire.BAD_FRAME:
-            log.error("the runner could not read a frame: %s", refused.message)
-            return
-        if refused.code != wire.OCCUPIED:
-            raise Stopped(EXIT_REFUSED, f"the runner refuses this scheduler ({refused.code}): {refused.message}")
-        now = self._clock()
-        if not self._refused_since:
-            self._refused_since = now
-            log.warning("%s; waiting %.0f s for its lease to end", refused.message, self.settings.lease_s)
-        elif now - self._refused_since > self.settings.lease_s + 2:
-            if self.epoch:
-                raise Stopped(EXIT_REPLACED, f"another scheduler has taken over: {refused.message}")
-            raise Stopped(EXIT_REFUSED, f"{refused.message}; start with --takeover to replace it")
 
     # --- the APIs' side -------------------------------------------------------------------------------------
 

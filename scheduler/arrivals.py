@@ -11,6 +11,7 @@ from protocol.messages import Rejected, RequestStatus, Submit
 from protocol.validation import check_submit
 from scheduler import results
 from scheduler.hashing import cache_keys
+from scheduler.interface import Door
 from scheduler.request import Request
 
 if TYPE_CHECKING:
@@ -63,10 +64,10 @@ def _refuse_for_now(core: CoreScheduler, submit: Submit) -> Rejected | None:
     limit = core.config.max_num_queued_reqs
     if not limit or len(core.waiting) + len(core.waiting.parked) < limit:
         return None
-    fresh = [request for request in core.waiting if not request.first_admitted_ns]
+    fresh = _fresh(core)
     if len(fresh) < limit:
         return None
-    if core.strategies.queue.name == "priority":
+    if _displaces(core):
         least = max(fresh, key=lambda request: (request.priority, request.arrival), default=None)
         if least is not None and submit.priority < least.priority:
             least.end_code = "displaced"
@@ -75,6 +76,21 @@ def _refuse_for_now(core: CoreScheduler, submit: Submit) -> Rejected | None:
             return None
     text = f"{len(fresh)} requests are waiting, the limit is {limit}; retry later"
     return Rejected(submit.id, "queue_full", text, 503, 1)
+
+
+def door(core: CoreScheduler) -> Door:
+    """What `_refuse_for_now` goes by."""
+    fresh = _fresh(core)
+    least = max((request.priority for request in fresh), default=0)
+    return Door(core.config.max_num_queued_reqs, len(fresh), _displaces(core), least)
+
+
+def _fresh(core: CoreScheduler) -> list[Request]:
+    return [request for request in core.waiting if not request.first_admitted_ns]
+
+
+def _displaces(core: CoreScheduler) -> bool:
+    return core.strategies.queue.name == "priority"
 
 
 def _new_request(core: CoreScheduler, peer: int, submit: Submit) -> Request:
@@ -105,6 +121,14 @@ def _new_request(core: CoreScheduler, peer: int, submit: Submit) -> Request:
     limit_length(core, request)
     request.timeline.add(now, "arrived", prompt_tokens=num_prompt, emitted=len(submit.emitted) >> 2)
     return request
+
+
+def cached_tokens(core: CoreScheduler, submit: Submit) -> int:
+    """How many of a request's leading tokens the prefix cache holds."""
+    if not core.config.enable_prefix_caching:
+        return 0
+    keys = cache_keys(submit.cache_salt, submit.adapter, submit.adapter_generation)
+    return core.sealing.count_cached(submit.prompt + submit.emitted, keys)
 
 
 def fit_again(core: CoreScheduler) -> None:

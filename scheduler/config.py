@@ -15,6 +15,7 @@ ADMISSION_NAMES = ("optimistic", "predictive", "forecast", "credit")
 BATCH_NAMES = ("mixed", "paced", "prefill-first", "serial", "static", "dynamic")
 VICTIM_NAMES = ("last-admitted", "priority", "least-progress", "most-recoverable")
 RECOVERY_NAMES = ("recompute", "swap", "auto")
+PLACEMENT_NAMES = ("prefix", "least-loaded", "round-robin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,36 @@ class SchedulerConfig:
 
     runtime_dir: str = setting("/tmp/triptych", help="private directory for sockets")
     scheduler_address: str = setting("", help="where APIs connect (empty: ipc socket in the runtime directory)")
-    runner_address: str = setting("", help="where the runner listens (empty: ipc socket in the runtime directory)")
+    runner_address: str = setting(
+        "", help="where the runner listens, or with commas where each replica does (empty: in the runtime directory)"
+    )
+    data_parallel_size: int = setting(
+        1, help="runners with a copy of the model each, among which requests are placed", minimum=1, maximum=64
+    )
+    placement_policy: str = setting(
+        "prefix",
+        help="several replicas: which one a request goes to; prefix: where its prefix is cached, while loads are even",
+        choices=PLACEMENT_NAMES,
+    )
+    placement_min_match: float = setting(
+        0.3, help="placement by prefix: part of the prompt that must be cached to decide", minimum=0, maximum=1
+    )
+    placement_balance_tokens: int = setting(
+        0,
+        help="placement by prefix: loads that differ by more than this, and by placement_balance_ratio, are uneven "
+        "(0: eight full steps)",
+        unit="tokens",
+        minimum=0,
+    )
+    placement_balance_ratio: float = setting(
+        1.5, help="placement by prefix: the heaviest load over the lightest above which they are uneven", minimum=1
+    )
+    replica_patience_s: float = setting(
+        3.0,
+        help="several replicas: how long requests wait for a runner that is gone before they go to another",
+        unit="s",
+        minimum=0,
+    )
     curve_key_file: str = setting(
         "", help="key pair that `triptych keygen` wrote; over TCP only processes with the same pair are let in"
     )
@@ -91,7 +121,7 @@ class SchedulerConfig:
         maximum=1,
     )
     late_patience: float = setting(
-        1.57, help="on-time queue: times the worst first-come wait that late requests may wait", minimum=1
+        1.27, help="on-time queue: times the worst first-come wait that late requests may wait", minimum=1
     )
     queue_seed: int = setting(0, help="random queue: its seed")
     queue_fallback_waiting: int = setting(
@@ -143,3 +173,23 @@ class SchedulerConfig:
         "scheduler.core:CoreScheduler", help="class that schedules, as module:Class (see scheduler.interface)"
     )
     takeover: bool = setting(False, help="dismiss the scheduler that holds the runner, if there is one")
+    late_urgency: float = setting(
+        8.0,
+        help="on-time queue: power of (age of the oldest late request / how long it may wait) by which the share of "
+        "the late grows; high: little until that time is near",
+        minimum=0.5,
+    )
+
+    @property
+    def runner_addresses(self) -> tuple[str, ...]:
+        """Where each replica's runner listens. Raises ValueError if there are not as many addresses as replicas."""
+        size = self.data_parallel_size
+        if not self.runner_address:
+            names = ["runner"] if size == 1 else [f"runner-{number}" for number in range(size)]
+            return tuple(f"ipc://{self.runtime_dir}/{name}.sock" for name in names)
+        addresses = tuple(address.strip() for address in self.runner_address.split(","))
+        if size not in (1, len(addresses)):
+            raise ValueError(f"{size} replicas (data_parallel_size), {len(addresses)} addresses in runner_address")
+        if len(set(addresses)) < len(addresses):
+            raise ValueError(f"runner_address: one address twice in {self.runner_address}")
+        return addresses

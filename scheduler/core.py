@@ -28,14 +28,14 @@ from protocol.messages import (
     StepResult,
     Submit,
 )
-from scheduler import arrivals, control, levels, results
+from scheduler import arrivals, control, levels, moving, results
 from scheduler.blocks import BlockPool
 from scheduler.config import SchedulerConfig
 from scheduler.draining import DrainingPages
 from scheduler.external import External
 from scheduler.flight import Flight
 from scheduler.heads import Heads
-from scheduler.interface import Scheduler, Stats
+from scheduler.interface import Door, HandedOver, Scheduler, Stats
 from scheduler.outbox import Outbox
 from scheduler.passes import Pass
 from scheduler.planning import Planner
@@ -125,6 +125,15 @@ class CoreScheduler(Scheduler):
         request = self.requests.get(message.id)
         if request is not None and request.peer == peer and request.open and len(message.tokens) % 4 == 0:
             self.external.extend(request, message)
+
+    def cached_tokens(self, submit: Submit) -> int:
+        return arrivals.cached_tokens(self, submit)
+
+    def hand_over(self, most_tokens: int) -> list[HandedOver]:
+        return moving.hand_over(self, most_tokens)
+
+    def take_in(self, handed_over: HandedOver) -> None:
+        moving.take_in(self, handed_over)
 
     def abort(self, peer: int, ids: Iterable[int]) -> None:
         for request_id in ids:
@@ -243,7 +252,8 @@ class CoreScheduler(Scheduler):
         """The running rows, or these of them, as admission sees them."""
         table = self.table
         rows = table.order if rows is None else rows
-        return Running(table.blocks[rows], table.prompt[rows], table.known[rows], table.total[rows], table.tenant[rows])
+        columns = table.blocks, table.prompt, table.known, table.total, table.tenant, table.incarnation
+        return Running(*(column[rows] for column in columns))
 
     def leave_row(self, request: Request) -> int:
         """A running request gives up its slot. Returns how many of its tokens were computed; those that it was to
@@ -261,15 +271,9 @@ class CoreScheduler(Scheduler):
 
     def finish(self, request: Request, status: RequestStatus) -> None:
         """End a request from whatever state it is in: its blocks, its place and its row go, its peer is told."""
-        if request.slot >= 0:
-            self.leave_row(request)
-        else:
-            self.waiting.remove(request)
+        tenant = self.tenant_number(request.tenant)
+        self.vacate(request)
         request.transition(status)
-        self.draining_pages.retire(request.blocks, self.now(), int(self.config.page_release_delay_s * 1e9))
-        self.suspension.empty(request)
-        request.blocks = []
-        del self.requests[request.id]
         self.stats.finished[status.name] = self.stats.finished.get(status.name, 0) + 1
         self.stats.preemption_counts.append(request.num_preemptions)
         now = self.now()
@@ -289,13 +293,23 @@ class CoreScheduler(Scheduler):
             )
         )
         self.history.add(request.id, control.record(self, request))
-        tenant, was_last = self.tenant_number(request.tenant), self.tenants.leave(request.tenant)
         if request.num_outputs and status not in (S.ERROR, S.IGNORED):
             self.strategies.admission.finished(tenant, request.num_outputs, at_limit=status == S.LENGTH)
-        if was_last:
-            self.strategies.queue.tenant_gone(request.tenant)
         if not self.requests:
             self.strategies.admission.idle()
+
+    def vacate(self, request: Request) -> None:
+        """A request leaves from whatever state it is in: its row or its place goes, and all blocks that it holds."""
+        if request.slot >= 0:
+            self.leave_row(request)
+        else:
+            self.waiting.remove(request)
+        self.draining_pages.retire(request.blocks, self.now(), int(self.config.page_release_delay_s * 1e9))
+        self.suspension.empty(request)
+        request.blocks = []
+        del self.requests[request.id]
+        if self.tenants.leave(request.tenant):
+            self.strategies.queue.tenant_gone(request.tenant)
 
     # --- steps ----------------------------------------------------------------------------------------------
 
@@ -426,6 +440,9 @@ class CoreScheduler(Scheduler):
     def refresh_stats(self) -> Stats:
         levels.refresh(self)
         return self.stats
+
+    def door(self) -> Door:
+        return arrivals.door(self)
 
     def check(self) -> list[str]:
         return levels.faults(self)

@@ -72,6 +72,27 @@ class Stats:
     step_rows: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Door:
+    """When a new request is turned away: `queued` have never run, `limit` (0: none) of them may wait. With `displaces`,
+    one with a priority below `least_urgent`, the highest of those queued, takes that one's place."""
+
+    limit: int = 0
+    queued: int = 0
+    displaces: bool = False
+    least_urgent: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """A request on its way to another scheduler: what an API would submit to go on with it, and how many runners in a
+    row died with it in flight."""
+
+    peer: int
+    submit: Submit
+    deaths: int = 0
+
+
 class Scheduler(ABC):
     """Decides, step by step, how many tokens each request computes.
 
@@ -103,6 +124,19 @@ class Scheduler(ABC):
     @abstractmethod
     def drop_peer(self, peer: int) -> int:
         """An API is gone: end all its requests, say nothing. Returns how many there were."""
+
+    def cached_tokens(self, submit: Submit) -> int:
+        """With several replicas: how many of a request's leading tokens have KV here. It may be a guess."""
+        return 0
+
+    def hand_over(self, most_tokens: int) -> list[HandedOver]:
+        """With several replicas, when the runner stays away: the requests with at most so many tokens leave, and nobody
+        is told. A class that can't do this keeps them until its runner is back."""
+        return []
+
+    def take_in(self, handed_over: HandedOver) -> None:
+        """A request that another scheduler has handed over."""
+        self.add(handed_over.peer, handed_over.submit)
 
     def extend(self, peer: int, message: Extend) -> None:
         """More of an open request's prompt. A class without such requests may leave this as it is."""
@@ -144,6 +178,10 @@ class Scheduler(ABC):
     @abstractmethod
     def refresh_stats(self) -> Stats:
         """`stats`, with its levels brought up to date."""
+
+    def door(self) -> Door:
+        """When new requests are turned away. The APIs are told, and need not send what would be."""
+        return Door()
 
     @property
     @abstractmethod

@@ -34,7 +34,7 @@ def with_addresses(config: SchedulerConfig) -> SchedulerConfig:
     return replace(
         config,
         scheduler_address=config.scheduler_address or f"ipc://{config.runtime_dir}/scheduler.sock",
-        runner_address=config.runner_address or f"ipc://{config.runtime_dir}/runner.sock",
+        runner_address=",".join(config.runner_addresses),
     )
 
 
@@ -85,7 +85,7 @@ def run(config: SchedulerConfig) -> int:
         process = SchedulerProcess(
             with_addresses(config),
             context,
-            Metrics(registry),
+            Metrics.of_replicas(registry, len(config.runner_addresses)),
             on_bound=exposition.take_over,
             beat=watchdog.beat,
         )

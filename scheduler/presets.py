@@ -140,6 +140,7 @@ def choose(config: SchedulerConfig, block_size: int) -> Strategies:
                 grace_s=config.max_queue_age_s,
                 patience=config.late_patience,
                 most_late=config.late_share,
+                urgency=config.late_urgency,
             )
         ),
         admission=ADMISSION_POLICIES[preset.admission](

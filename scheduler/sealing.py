@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scheduler.hashing import BlockHasher
+from scheduler.hashing import BlockHasher, CacheKeys
 from scheduler.request import Request
 from scheduler.table import SlotArray
 
@@ -37,6 +37,16 @@ class Sealing:
         limit = (request.num_tokens - 1) // core.block_size
         self._hash_up_to(request, limit)
         return core.pool.longest_hit(request.hashes, limit)
+
+    def count_cached(self, data: bytes, keys: CacheKeys) -> int:
+        """How many leading tokens of `data` (packed i32) are cached. Costs one hash more than it finds blocks."""
+        hashes: list[bytes] = []
+        root, cached = self._hasher.root(keys), self._core.pool.cached
+        for count in range(len(data) // (4 * self._core.block_size)):
+            self._hasher.extend(root, data, hashes, count + 1)
+            if hashes[count] not in cached:
+                return count * self._core.block_size
+        return len(hashes) * self._core.block_size
 
     def _hash_up_to(self, request: Request, num_blocks: int) -> None:
         if len(request.hashes) < num_blocks:

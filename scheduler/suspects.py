@@ -126,6 +126,22 @@ class Suspects:
             if self._good >= self._patience:
                 self._resize(2 * self.most_tokens)
 
+    # --- requests that move between schedulers ---------------------------------------------------------------
+
+    def deaths_of(self, request: Request) -> int:
+        """Deaths of runners in a row with the request in flight."""
+        suspect = self._suspects.get(request.id)
+        return suspect.deaths if suspect is not None and suspect.request is request else 0
+
+    def blame(self, request: Request, deaths: int) -> None:
+        """A request that came from elsewhere, where so many runners died with it in flight."""
+        suspect = self._suspect(request, request.num_tokens - request.open)
+        suspect.deaths = deaths
+        if deaths >= SUSPECT_DEATHS:
+            self.lockstep = request.quarantined = True
+            self._case = self._case or _Case(RUNNER_DIED, self._core.token_budget)
+            self._core.waiting.isolate(request)
+
     # --- suspicion ------------------------------------------------------------------------------------------
 
     def _suspect(self, request: Request, reached: int) -> Suspect:

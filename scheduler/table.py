@@ -39,6 +39,7 @@ class RowTable:
         self.peer = np.zeros(capacity, np.int32)
         self.tenant = np.zeros(capacity, np.int32)
         self.priority = np.zeros(capacity, np.int64)
+        self.arrival_ns = np.zeros(capacity, np.int64)
         self.first_ns = np.zeros(capacity, np.int64)
         """When the first output came; 0 before."""
         self.timely = np.zeros(capacity, np.bool_)
@@ -89,6 +90,7 @@ class RowTable:
         self.peer[slot] = request.peer
         self.tenant[slot] = tenant
         self.priority[slot] = request.priority
+        self.arrival_ns[slot] = request.arrival_ns
         self.first_ns[slot] = request.first_token_ns
         self.timely[slot] = request.timely
         self.heeds_eos[slot] = not (watched or request.params.ignore_eos)

@@ -12,6 +12,7 @@ commands:
   pipeline   start the three processes on a simulated runner and compare streamed tokens/s with what the steps allow
   scheduler  time the scheduler alone: passes, updates, admission, its messages; beside vLLM's if you have it
   overload   thousands of clients at once against a short queue: who is served, who is refused, what memory it takes
+  placement  play a trace on several simulated replicas: what choosing a replica by prefix is worth
   fidelity   play a trace against real processes and in a replay, and compare what clients saw
 
 `triptych bench <command> --help` shows a command's options."""
@@ -40,6 +41,10 @@ def main(argv: Sequence[str]) -> int:
         from ops.bench import fidelity
 
         return fidelity.main(rest)
+    if command == "placement":
+        from ops.bench import placement
+
+        return placement.main(rest)
     if command in ("-h", "--help", "help"):
         print(USAGE)
         return 0

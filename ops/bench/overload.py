@@ -138,6 +138,12 @@ def resident_bytes(pid: int) -> int:
     return int(fields[1]) * resource.getpagesize()
 
 
+def peak_bytes(pid: int) -> int:
+    """The most that a process's resident memory has ever been."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs the command; 1 if a client got what none may get."""
     parser = argparse.ArgumentParser(prog="triptych bench overload", description=__doc__.split("\n", 1)[0])
@@ -166,7 +172,8 @@ def _measure(running: System, args: argparse.Namespace, clients: int) -> int:
     where = urlsplit(running.base_url)
     assert where.hostname is not None and where.port is not None
     print(f"{clients} clients at once, {args.running} run, {args.queue} may wait; answers of {args.tokens} tokens")
-    print(f"{'burst':>6}{'200':>7}{'503':>7}{'slowest 503':>13}{'last 200':>10}   resident MiB of {', '.join(ROLES)}")
+    columns = f"{'burst':>6}{'200':>7}{'503':>7}{'slowest 503':>13}{'last 200':>10}"
+    print(f"{columns}   resident MiB of api (its peak), scheduler, runner")
     faults: list[str] = []
     print(f"{'':>6}{'':>7}{'':>7}{'':>13}{'':>10}   {_memory(running)}")
     for number in range(1, args.bursts + 1):
@@ -181,11 +188,14 @@ def _measure(running: System, args: argparse.Namespace, clients: int) -> int:
 
 
 def _memory(running: System) -> str:
-    """MiB by role; several API processes together."""
+    """MiB by role, and the API's peak in brackets; several API processes together."""
+    peak = 0
     pids = Path(f"/proc/{running.supervisor}/task/{running.supervisor}/children").read_text().split()
     held = dict.fromkeys(ROLES, 0)
     for pid in pids:
         role = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").rpartition(b"\0")[2].decode("utf-8", "replace")
         if role in held:
             held[role] += resident_bytes(int(pid))
-    return ", ".join(f"{held[role] / 2**20:.0f}" for role in ROLES)
+            peak += peak_bytes(int(pid)) if role == "api" else 0
+    sizes = [f"{held[role] / 2**20:.0f}" for role in ROLES]
+    return f"{sizes[0]} ({peak / 2**20:.0f}), {', '.join(sizes[1:])}"

@@ -4,7 +4,7 @@
   const report = JSON.parse(document.getElementById("report").textContent);
   const runs = report.runs.map((run, index) => ({ ...run, color: `var(--run-${index % 8})`, dash: index > 7 ? "5 3" : "", shown: true }));
   const SVG = "http://www.w3.org/2000/svg";
-  const WIDTH = 560, HEIGHT = 210, LEFT = 52, RIGHT = 12, TOP = 8, BOTTOM = 26;
+  const HEIGHT = 210, LEFT = 52, RIGHT = 16, TOP = 8, BOTTOM = 26, APART = 64;
   const STATES = ["waiting", "prefill", "decode", "preempted"];
   const redraws = [];
 
@@ -60,6 +60,25 @@
 
   const hideTip = () => { tip.hidden = true; };
 
+  // A drawing as wide as its place: text keeps its size on a phone. Drawn anew whenever that width changes.
+  function fitted(host, draw) {
+    let drawn = 0;
+    const redraw = () => {
+      drawn = host.clientWidth;
+      host.replaceChildren();
+      if (drawn) draw(Math.max(drawn, 240));
+    };
+    redraws.push(redraw);
+    new ResizeObserver(() => requestAnimationFrame(() => { if (host.clientWidth !== drawn) redraw(); })).observe(host);
+    redraw();
+  }
+
+  // Of these ticks as many as have room side by side.
+  function spaced(ticks, width) {
+    const every = Math.ceil(ticks.length / Math.max(1, Math.floor(width / APART)));
+    return ticks.filter((_, index) => index % every === 0);
+  }
+
   // --- scales ---
 
   function linear(most) {
@@ -94,20 +113,21 @@
     const card = html("div", parent, undefined, "card");
     html("h3", card, title);
     const host = html("div", card);
-    const draw = () => {
-      host.replaceChildren();
+    fitted(host, (width) => {
       const lines = spec.lines();
+      if (spec.empty && !lines.length) { html("p", host, spec.empty, "soft"); return; }
       const { x, y } = spec.scales(lines);
-      const root = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": title }, host);
-      const px = (value) => LEFT + x.at(value) * (WIDTH - LEFT - RIGHT);
+      const root = svg("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": title }, host);
+      const px = (value) => LEFT + x.at(value) * (width - LEFT - RIGHT);
       const py = (value) => HEIGHT - BOTTOM - y.at(value) * (HEIGHT - TOP - BOTTOM);
       for (const tick of y.ticks) {
-        svg("line", { class: "gridline", x1: LEFT, x2: WIDTH - RIGHT, y1: py(tick), y2: py(tick) }, root);
+        svg("line", { class: "gridline", x1: LEFT, x2: width - RIGHT, y1: py(tick), y2: py(tick) }, root);
         svg("text", { x: LEFT - 7, y: py(tick) + 4, "text-anchor": "end" }, root).textContent = spec.yText(tick);
       }
-      svg("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM }, root);
-      for (const tick of x.ticks) {
-        svg("text", { x: px(tick), y: HEIGHT - 8, "text-anchor": "middle" }, root).textContent = spec.xText(tick);
+      svg("line", { class: "axis", x1: LEFT, x2: width - RIGHT, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM }, root);
+      for (const tick of spaced(x.ticks, width - LEFT - RIGHT)) {
+        const anchor = px(tick) > width - APART / 2 ? "end" : "middle";
+        svg("text", { x: anchor === "end" ? width : px(tick), y: HEIGHT - 8, "text-anchor": anchor }, root).textContent = spec.xText(tick);
       }
       for (const mark of spec.marks || []) {
         svg("line", { class: "slo", x1: px(mark), x2: px(mark), y1: TOP, y2: HEIGHT - BOTTOM }, root);
@@ -119,7 +139,7 @@
       const cross = svg("line", { class: "cross", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" }, root);
       root.addEventListener("pointermove", (event) => {
         const box = root.getBoundingClientRect();
-        const share = ((event.clientX - box.left) / box.width * WIDTH - LEFT) / (WIDTH - LEFT - RIGHT);
+        const share = ((event.clientX - box.left) / box.width * width - LEFT) / (width - LEFT - RIGHT);
         if (share < 0 || share > 1) { hideTip(); cross.setAttribute("visibility", "hidden"); return; }
         const value = x.value(share);
         cross.setAttribute("x1", px(value));
@@ -128,9 +148,7 @@
         showTip(event, spec.xText(value), lines.map((line) => [line.color, line.name, spec.read(line, value)]));
       });
       root.addEventListener("pointerleave", () => { hideTip(); cross.setAttribute("visibility", "hidden"); });
-    };
-    redraws.push(draw);
-    draw();
+    });
   }
 
   const seconds = (value) => `${figure(value)} s`;
@@ -138,7 +156,7 @@
   const visible = () => runs.filter((run) => run.shown);
   const longest = () => Math.max(1e-9, ...runs.map((run) => run.series.width_s * run.series.running.length));
 
-  function overTime(parent, title, lines, yText, top) {
+  function overTime(parent, title, lines, yText, top, empty) {
     chart(parent, title, {
       lines,
       scales: (drawn) => ({
@@ -147,6 +165,7 @@
       }),
       xText: seconds,
       yText,
+      empty,
       read: (line, value) => {
         const point = line.points[Math.floor(value / line.width)];
         return point ? yText(point[1]) : "–";
@@ -154,8 +173,20 @@
     });
   }
 
-  function along(run, values, name = run.name, color = run.color) {
-    const width = run.series.width_s;
+  // Neighbours averaged until MOST points are left: a rate over a few milliseconds is noise.
+  const MOST = 120;
+  function calmed(values) {
+    const size = Math.ceil(values.length / MOST), means = [];
+    for (let start = 0; start < values.length; start += size) {
+      const part = values.slice(start, start + size);
+      means.push(part.reduce((sum, value) => sum + value, 0) / part.length);
+    }
+    return { size, means };
+  }
+
+  function along(run, raw, name = run.name, color = run.color) {
+    const { size, means: values } = calmed(raw);
+    const width = run.series.width_s * size;
     return { name, color, dash: run.dash, width, points: values.map((value, index) => [(index + 0.5) * width, value]) };
   }
 
@@ -215,7 +246,7 @@
     for (const test of tests) key(document.getElementById("tests"), color(test), test);
     for (const run of runs) {
       const lines = () => Object.entries(run.series.held).map(([test, values]) => ({ ...along(run, values, test, color(test)), dash: "" }));
-      overTime(document.getElementById("held"), run.name, lines, percent, 1);
+      overTime(document.getElementById("held"), run.name, lines, percent, 1, "Nothing held it.");
     }
   }
 
@@ -228,17 +259,17 @@
       box.style.marginBottom = "12px";
       box.open = run === runs[0] || runs.length < 4;
       html("summary", box, run.name);
-      gantt(box, run);
+      fitted(html("div", box), (width) => gantt(box.lastChild, run, width));
     }
   }
 
-  function gantt(parent, run) {
-    const wide = 1160, left = 52, right = 20, high = 8, bottom = 24;
+  function gantt(parent, run, wide) {
+    const left = 14, right = 20, high = 8, bottom = 24;
     const end = Math.max(1e-9, ...run.lanes.flatMap((lane) => lane.spans.map((span) => span[2])));
     const height = run.lanes.length * high + bottom;
     const scale = time(end), px = (value) => left + scale.at(value) * (wide - left - right);
     const root = svg("svg", { viewBox: `0 0 ${wide} ${height}`, role: "img", "aria-label": `Requests of ${run.name}` }, parent);
-    for (const tick of scale.ticks) {
+    for (const tick of spaced(scale.ticks, wide - left - right)) {
       svg("line", { class: "gridline", x1: px(tick), x2: px(tick), y1: 0, y2: height - bottom }, root);
       svg("text", { x: px(tick), y: height - 7, "text-anchor": "middle" }, root).textContent = seconds(tick);
     }

@@ -23,7 +23,7 @@ def render(report: Report) -> str:
         "words": "".join(f"<li>{escape(words)}</li>" for words in report.words),
         "table": _table(report.runs),
         "setups": _setups(report),
-        "definitions": escape(DEFINITIONS.removeprefix("definitions:\n")),
+        "definitions": _definitions(),
         "data": _embedded(report),
         "script": (folder / "page.js").read_text(encoding="utf-8"),
     }
@@ -67,7 +67,7 @@ def _setups(report: Report) -> str:
     ]
     if any(run.decisions for run in runs):
         lines.append(("decisions (CRC-32)", [digest_text(run) for run in runs]))
-    body = "".join(f"<tr><td>{escape(label)}</td>{_cells(cells, wrap=True)}</tr>" for label, cells in lines)
+    body = "".join(f"<tr><td>{escape(label)}</td>{_cells(cells)}</tr>" for label, cells in lines)
     version = f"<p class='soft'>Triptych {escape(report.version)}; trace: {escape(_pairs(report.trace))}</p>"
     return f"{version}<table>{_head(runs)}<tbody>{body}</tbody></table>"
 
@@ -76,9 +76,20 @@ def _head(runs: Iterable[RunResult]) -> str:
     return f"<thead><tr><th></th>{''.join(f'<th>{escape(run.name)}</th>' for run in runs)}</tr></thead>"
 
 
-def _cells(cells: Iterable[str], *, wrap: bool = False) -> str:
-    style = ' style="white-space: normal; vertical-align: top"' if wrap else ""
-    return "".join(f"<td{style}>{escape(cell)}</td>" for cell in cells)
+def _cells(cells: Iterable[str]) -> str:
+    return "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+
+
+def _definitions() -> str:
+    """The definitions as terms and what they mean; a line that is indented further goes on with the one before."""
+    found: list[tuple[str, list[str]]] = []
+    for line in DEFINITIONS.splitlines()[1:]:
+        if line.startswith("   "):
+            found[-1][1].append(line.strip())
+        else:
+            term, _, words = line.strip().partition(" ")
+            found.append((term, [words.strip()]))
+    return "".join(f"<dt>{escape(term)}</dt><dd>{escape(' '.join(words))}</dd>" for term, words in found)
 
 
 def _pairs(values: Mapping[str, object]) -> str:

@@ -33,7 +33,7 @@ from scheduler.interface import Scheduler
 Values = npt.NDArray[np.float64]
 
 DEFINITIONS = """definitions:
-  TTFT        from a request's arrival to its first output.
+  TTFT        from a request's arrival to its first output; with a measured cost, to when its client has it.
   TPOT        (last output - first) / (n - 1) for n outputs; requests with one output have none.
   ITL         gap between neighbouring outputs of one request, over all requests, in bins of 1 ms.
   E2E         from arrival to the end. Queue: from arrival to the first admission.
@@ -49,7 +49,9 @@ COMPLETED = frozenset(
 INERT_SETTINGS = frozenset(
     {
         *("runtime_dir", "scheduler_address", "runner_address", "log_level", "log_interval_s", "metrics_port"),
-        *("metrics_host", "lease_s", "runner_silence_s", "takeover", "scheduler_cls"),
+        *("metrics_host", "lease_s", "runner_silence_s", "takeover", "scheduler_cls", "data_parallel_size"),
+        *("placement_policy", "placement_min_match", "placement_balance_tokens", "placement_balance_ratio"),
+        "replica_patience_s",
     }
 )
 """Settings of the process around a scheduler: without effect in a replay."""
@@ -90,7 +92,7 @@ def summarise(
     """The result of a run that has ended. `details` adds a row per request."""
     workload, columns, stats = recorder.workload, recorder.columns, recorder.stats
     order = np.array(workload.order, np.intp)
-    facts = _facts(recorder, order, objectives)
+    facts = _facts(recorder, order, objectives, getattr(setup.cost, "delivery_ns", 0.0))
     makespan_s, count = recorder.end_ns / 1e9, len(order)
     completed = int(facts.completed.sum())
     outputs = int(columns.outputs[order].sum())
@@ -168,13 +170,14 @@ def summarise(
     )
 
 
-def _facts(recorder: Recorder, order: npt.NDArray[np.intp], objectives: Objectives) -> _Facts:
+def _facts(recorder: Recorder, order: npt.NDArray[np.intp], objectives: Objectives, delivery_ns: float = 0.0) -> _Facts:
+    """`delivery_ns`: what a client waits beside the steps, for its first token and so for all of them."""
     columns, rows = recorder.columns, recorder.workload.rows
     arrival = np.array([rows[index].at_ns for index in order], np.float64)
     outputs, first, last = columns.outputs[order], columns.first[order], columns.last[order]
     status = [columns.status[index] for index in order]
     completed = np.array([one in COMPLETED for one in status], np.bool_)
-    ttft = np.where(first >= 0, first - arrival, np.nan)
+    ttft = np.where(first >= 0, first - arrival + delivery_ns, np.nan)
     several = outputs > 1
     tpot = np.where(several, (last - first) / np.maximum(outputs - 1, 1), np.nan)
     queue = np.where(first >= 0, columns.queue[order], np.nan)
@@ -182,7 +185,7 @@ def _facts(recorder: Recorder, order: npt.NDArray[np.intp], objectives: Objectiv
         arrival=arrival,
         ttft=ttft,
         tpot=tpot,
-        e2e=np.where(completed, columns.end[order] - arrival, np.nan),
+        e2e=np.where(completed, columns.end[order] - arrival + delivery_ns, np.nan),
         queue=queue,
         max_gap=np.where(several, columns.max_gap[order], np.nan),
         prompt=np.array([rows[index].input_tokens for index in order], np.int64),
@@ -252,7 +255,8 @@ def _series(recorder: Recorder, facts: _Facts) -> Series:
         return np.array(bins.sums.get(name, [0.0] * used)[:used])
 
     def events(times: Values) -> list[int]:
-        return np.bincount((times // bins.width_ns).astype(np.intp), minlength=used)[:used].tolist()  # type: ignore[no-any-return]
+        index = np.minimum((times // bins.width_ns).astype(np.intp), used - 1)  # the last are told after the last step
+        return np.bincount(index, minlength=used)[:used].tolist()  # type: ignore[no-any-return]
 
     end = facts.arrival + np.where(facts.completed, facts.e2e, 0)
     steps = np.maximum(sums("steps"), 1)

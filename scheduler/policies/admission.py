@@ -58,13 +58,14 @@ class Candidate:
 @dataclass(frozen=True, slots=True)
 class Running:
     """What runs, as columns [R]: `held` blocks; `prompt`, `known` and most possible (`total`) tokens of each row;
-    the number of its `tenant`."""
+    the number of its `tenant`; `entered`, which is larger the later it was let in."""
 
     held: npt.NDArray[np.int32]
     prompt: npt.NDArray[np.int32]
     known: npt.NDArray[np.int32]
     total: npt.NDArray[np.int32]
     tenant: npt.NDArray[np.int32]
+    entered: npt.NDArray[np.int32]
 
     def runners(self) -> list[Runner]:
         """The rows one by one, as the estimate of outputs sees them."""

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +18,7 @@ from scheduler.policies.admission import (
     Leaving,
     Running,
 )
+from scheduler.policies.calibration import Calibration
 from scheduler.policies.lengths import LearnedLengths, bin_of
 from scheduler.policies.peak import GROWTH, Curve, Outlook, curve_of, curve_of_one, last_point
 
@@ -31,17 +31,18 @@ ROUNDING = 1e-6
 class Forecast(AdmissionPolicy):
     """Admit while the batch, at the fullest that it is likely to get, fits the pool.
 
-    How likely is the `confidence`. How long outputs get is learned from those that have ended, starting from all that
-    limits allow. Blocks that several rows share are in the pool once: at its end each row is taken to free what it
-    holds less an even part of what is counted twice. What others hold stays. With nothing else in the batch, what fits
-    may enter.
+    How likely is the `confidence`, to which `calibration` holds it. How long outputs get is learned from those that
+    have ended, starting from all that limits allow. Blocks that several rows share are in the pool once: at its end
+    each row is taken to free what it holds less an even part of what is counted twice. What others hold stays. With
+    nothing else in the batch, what fits may enter.
     """
 
     name = "forecast"
 
     def __init__(self, options: AdmissionOptions) -> None:
         super().__init__(options)
-        self._z = NormalDist().inv_cdf(options.confidence)
+        self._calibration = Calibration(options.confidence)
+        self._said = 0.0
         self._lengths = LearnedLengths(options.memory, options.clip_max_new_tokens, GROWTH * options.block_size)
         self._running: tuple[Running, int] | None = None
         self._entered: list[Candidate] = []
@@ -57,6 +58,7 @@ class Forecast(AdmissionPolicy):
     def begin(self, running: Running, free: int, tokens: int, decoding: int) -> None:
         self._running, self._batch, self._taken = (running, free), None, 0
         self._entered, self._gone = [], []
+        self._calibration.look(running.held, running.entered)
 
     def _opened(self, total: int) -> Curve:
         """What the rows that run will hold; made when somebody is first offered, since most passes admit nobody."""
@@ -106,20 +108,23 @@ class Forecast(AdmissionPolicy):
         self, candidate: Candidate, free: int, total: int, others_scheduled: bool, leaving: Leaving | None = None
     ) -> int:
         missing = max(candidate.whole, candidate.now) - free
-        self.outlook = None
+        self.outlook, self._said = None, 0.0
         if not others_scheduled:
             return missing
         batch, to_free = self._opened(total), self._to_free
         if leaving is not None:
             curve, freed = self._curve(leaving.rows)
             batch, to_free = batch - curve, to_free - freed
-        peak, at = (batch + self._newcomer(candidate)).peak(self._z)
+        peak, at = (batch + self._newcomer(candidate)).peak(self._calibration.z)
+        self._said = peak
         peak += total - 1 - free - self._taken - to_free  # what stays whoever ends: sessions, transfers, shared blocks
         steps = int(GROWTH[at]) * self.options.block_size
         self.outlook = Outlook(peak, steps, total - 1, self.options.confidence, self._lengths.observed)
         return max(missing, math.ceil(peak - ROUNDING) - (total - 1))
 
     def admitted(self, candidate: Candidate) -> None:
+        if self._said:
+            self._calibration.said(self._said, self._shared)
         self._entered.append(candidate)
         if self._batch is not None:
             self._batch += self._newcomer(candidate)
@@ -130,12 +135,17 @@ class Forecast(AdmissionPolicy):
         if self._batch is not None:
             self._without(leaving)
 
+    def preempted(self, survivors: Running) -> None:
+        self._calibration.preempted()
+
     def finished(self, tenant: int, outputs: int, *, at_limit: bool) -> None:
         self._lengths.observe(tenant, outputs, at_limit=at_limit)
 
     def inherit(self, replaced: AdmissionPolicy) -> None:
         if isinstance(replaced, Forecast) and replaced._learns_by == self._learns_by:
             self._lengths = replaced._lengths
+            if replaced.options.confidence == self.options.confidence:
+                self._calibration = replaced._calibration
 
     @property
     def _learns_by(self) -> tuple[int, int, int]:

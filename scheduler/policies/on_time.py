@@ -50,16 +50,38 @@ def feasible(jobs: Sequence[Job], start_ns: float, token_ns: float) -> list[bool
     return kept
 
 
+class Turns:
+    """Makes whole steps of a share of each: what is owed adds up until it is a step (deficit round robin, Shreedhar &
+    Varghese, 1995). A long prompt in few large chunks attends less than in many small ones."""
+
+    def __init__(self) -> None:
+        self._owed = 0.0
+
+    def next(self, share: float, step: int) -> bool:
+        """Whether this step, of `step` tokens, is theirs; `share` tokens of it are owed to them. 0 clears the debt."""
+        self._owed = min(self._owed + share, 2.0 * step) if share else 0.0
+        return share >= step or self._owed >= step
+
+    def took(self, tokens: int) -> None:
+        """They got so many tokens, in their turn or because nobody else wanted them."""
+        self._owed -= tokens
+
+
 class LateShare:
     """How much of the prefill the late get. Measures how long first come, first served would have made people wait.
 
     A waiter's turn in first-come order is when as many prompt tokens have been started as had arrived before it. The
     late get everything once the oldest has waited `patience` times the worst such wait of the last half hour, and
-    `grace` more; before, less: (age / that) to the power of 1.5, at most `most`.
+    `grace` more; before, less: (age / that) to the power of `urgency`, at most `most`.
+
+    Work is conserved: at any time the late are owed the whole backlog, in whatever order. If each waits h, those that
+    became late within the last h make up that backlog (Little, 1961: work = rate · time), so that fewer are late the
+    longer each waits. Hence the high power: little until the bound is near.
     """
 
-    def __init__(self, grace_ns: int, patience: float, most: float) -> None:
-        self._grace_ns, self._patience, self._most = grace_ns, patience, most
+    def __init__(self, grace_ns: int, patience: float, most: float, urgency: float = 1.5) -> None:
+        self._grace_ns, self._patience, self._most, self._urgency = grace_ns, patience, most, urgency
+        self.turns = Turns()
         self._turns: deque[tuple[int, int]] = deque()
         self._arrived = self._started = 0
         self._worst = [0, 0]
@@ -84,7 +106,7 @@ class LateShare:
         age = now_ns - oldest.arrival_ns
         if age >= bound:
             return 1.0
-        return min(self._most, float((age / bound) ** 1.5))
+        return min(self._most, float((age / bound) ** self._urgency))
 
     @property
     def bound_ns(self) -> int:
@@ -100,7 +122,9 @@ class OnTime(Fcfs):
     def __init__(self, options: QueueOptions | None = None) -> None:
         super().__init__(options)
         self.ttft_ns = int(self.options.slo_ttft_s * 1e9)
-        self.late_share = LateShare(int(self.options.grace_s * 1e9), self.options.patience, self.options.most_late)
+        self.late_share = LateShare(
+            int(self.options.grace_s * 1e9), self.options.patience, self.options.most_late, self.options.urgency
+        )
 
     def push(self, request: Request) -> None:
         super().push(request)

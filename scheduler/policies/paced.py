@@ -2,7 +2,7 @@
 
 A running request's next token is due one TPOT objective after the last one was; the slack that it has gained by being
 early is spent when prefill waits. The prefill of a step is dealt to those who can still be on time, then to the late,
-who have their own share. Without objectives, and while there is no prefill, this is `mixed`.
+who have their own share, as whole steps. Without objectives, and while there is no prefill, this is `mixed`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from itertools import chain, islice
 
 import numpy as np
+import numpy.typing as npt
 
 from scheduler.policies.batch import UNLIMITED, BatchOptions, Counts, Mixed
-from scheduler.policies.on_time import Job, OnTime, feasible
+from scheduler.policies.on_time import Job, OnTime, Turns, feasible
 from scheduler.policies.pace import StepPace, StepSize
 from scheduler.request import Request
 from scheduler.table import RowTable, SlotArray
@@ -29,6 +30,8 @@ LEAST_TOKENS = 64
 SPARE_SLOTS = 0.25
 """Share of the slots that the late leave to those who may come on time."""
 TTFT_MARGIN = 0.97
+HURRY = 0.2
+"""Length of a step in objectives while a late row that decodes has been here for longer than the late may wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,9 @@ class Paced(Mixed):
             return None
         decodes = order[~prefilling]
         limit_ns = self._step_ns(now, decodes)
+        if limit_ns and self._overdue(now, decodes):
+            limit_ns = HURRY * self.tpot_ns
+            decodes = decodes[~table.timely[decodes] | (self._slack_ns(now, decodes) <= limit_ns)]
         size = now.budget
         if limit_ns:
             attended = int(table.computed[decodes].sum()) + len(decodes)
@@ -114,15 +120,29 @@ class Paced(Mixed):
         """How long this step may take, from the slack of the decode rows that have something to lose; 0: no limit."""
         if not self.tpot_ns:
             return 0.0
-        table, pace = now.table, self.tpot_ns * MARGIN
-        watched = decodes[table.timely[decodes]]
+        watched = decodes[now.table.timely[decodes]]
         if len(watched):
-            made = table.target[watched] - table.prompt[watched]
-            slack = table.first_ns[watched] + made * pace - now.start_ns
+            slack = self._slack_ns(now, watched)
             slack = slack[slack > -LOST_TOKENS * self.tpot_ns]
             if len(slack):
                 return float(np.clip(slack.min(), SHORTEST * self.tpot_ns, LONGEST * self.tpot_ns))
         return UNWATCHED * self.tpot_ns
+
+    def _slack_ns(self, now: Situation, rows: SlotArray) -> npt.NDArray[np.float64]:
+        """How long after this step's start the next token of each of these decode rows is due [R]."""
+        table = now.table
+        made = table.target[rows] - table.prompt[rows]
+        return table.first_ns[rows] + made * (self.tpot_ns * MARGIN) - now.start_ns
+
+    def _overdue(self, now: Situation, decodes: SlotArray) -> bool:
+        """Whether a late row decodes that came longer ago than the late may wait. How many tokens it still has to make
+        is unknown, so that all that can be done for it is to make steps short: then the others sit out those in which
+        they have nothing due, and lose nothing."""
+        if now.queue is None:
+            return False
+        table, since_ns = now.table, now.now_ns - now.queue.late_share.bound_ns
+        late = decodes[~table.timely[decodes]]
+        return bool((table.arrival_ns[late] < since_ns).any())
 
 
 class _Deal:
@@ -137,6 +157,7 @@ class _Deal:
         self._timely: list[_Work] = []
         self._late: list[_Work] = []
         self._late_waiters: Iterator[_Work] = iter(())
+        self._given_late = 0
         self.entrants: list[tuple[Request, int]] = []
         """Who may enter, in order, with the tokens of their first chunk at most."""
 
@@ -146,10 +167,12 @@ class _Deal:
         self._rows = [*self._resumed, *self._timely, *self._late]
         share = self._sort_waiters()
         self._deal(self._resumed, self._room)
-        self._deal_late(int(share * self._room))
+        turns = self._now.queue.late_share.turns if self._now.queue is not None else Turns()
+        self._deal_late(self._room if turns.next(share * self._room, self._size) else 0)
         kept = self._feasible(share)
         self._deal([work for work, keep in zip(self._timely, kept, strict=True) if keep], self._room)
         self._deal_late(self._room)
+        turns.took(self._given_late)
         self._deal([work for work, keep in zip(self._timely, kept, strict=True) if not keep], self._room)
 
     def _sort_rows(self, rows: SlotArray, left: Counts) -> None:
@@ -217,15 +240,14 @@ class _Deal:
 
     def _deal_late(self, most: int) -> None:
         """Of the late first those that run, then who waits, oldest first. One that lacks blocks holds up the others."""
+        before = self._room
         most -= self._deal(self._late, most)
-        while most > 0 and self._room > 0:
-            work = next(self._late_waiters, None)
-            if work is None:
-                return
+        while most > 0 and self._room > 0 and (work := next(self._late_waiters, None)) is not None:
             if not self._now.fits(work.request):
                 self._late_waiters = iter(())
-                return
+                break
             most -= self._give(work, min(work.tokens, most, self._room))
+        self._given_late += before - self._room
 
     def _give(self, work: _Work, count: int) -> int:
         work.granted += count

@@ -56,6 +56,7 @@ class QueueOptions:
     grace_s: float = 30.0
     patience: float = 1.5
     most_late: float = 0.9
+    urgency: float = 8.0
     has_cache: bool = True
 
 

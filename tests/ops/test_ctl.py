@@ -83,6 +83,10 @@ def run(directory: Path, *words: str) -> int:
         (["reset-prefix-cache", "running=true"], "reset_prefix_cache", {"running": "true"}),
         (["set", "max-num-seqs=8", "queue_policy=lof"], "set", {"max_num_seqs": "8", "queue_policy": "lof"}),
         (["timeline", "17"], "timeline", {"id": "17"}),
+        (["drain", "replica=1"], "drain", {"replica": "1"}),
+        (["pause", "all", "replica=0"], "pause", {"what": "all", "replica": "0"}),
+        (["set", "max-num-seqs=8", "replica=2"], "set", {"max_num_seqs": "8", "replica": "2"}),
+        (["explain", "17", "replica=1"], "explain", {"id": "17", "replica": "1"}),
     ],
 )
 def test_words_become_one_message(words: list[str], action: str, arguments: dict[str, str]) -> None:
@@ -98,6 +102,7 @@ def test_words_become_one_message(words: list[str], action: str, arguments: dict
         ["pause", "some"],
         ["set"],
         ["set", "max_num_seqs"],
+        ["set", "replica=1"],
         ["reset-prefix-cache", "all=true"],
         ["explain"],
         ["timeline", "1", "2"],

@@ -75,7 +75,13 @@ def make(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("package", "extras"),
-    [("protocol", ()), ("scheduler", ()), ("services", ()), ("ops", ("cpu",)), ("runner", ("cpu", "gpu"))],
+    [
+        ("protocol", ()),
+        ("scheduler", ()),
+        ("services", ()),
+        ("ops", ("cpu", "gpu", "analysis")),
+        ("runner", ("cpu", "gpu", "ray")),
+    ],
 )
 def test_every_package_that_is_imported_is_declared(package: str, extras: tuple[str, ...]) -> None:
     assert third_party(package) - set(requirements(*extras)) == set()

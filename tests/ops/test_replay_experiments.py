@@ -237,3 +237,10 @@ def test_axis_marks_are_few_round_and_within(low: float, high: float) -> None:
 def test_series_are_told_by_bin_middles() -> None:
     told = Told("a", "", {}, width_s=2.0, series={"ratio": [1.0, 0.5]})
     assert points_of(told, "ratio") == [(1.0, 1.0), (3.0, 0.5)]
+
+
+@pytest.mark.parametrize("high", [0.0007, 0.94, 1.0, 11.4, 1079.0, 170_000.0])
+def test_an_axis_ends_at_a_label_that_nothing_drawn_is_above(high: float) -> None:
+    top = plot.ceiling(high)
+    assert high <= top * (1 + 1e-9) and top <= 1.7 * high
+    assert plot.ticks(top)[-1] == pytest.approx(top)

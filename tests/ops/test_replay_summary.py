@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,25 @@ def test_latencies_of_one_request_follow_from_its_steps(tmp_path: Path) -> None:
     assert run.requests is not None
     assert (run.requests.ttft_s, run.requests.tpot_ms, run.requests.e2e_s) == ([1.0], [1000.0], [4.0])
     assert (run.steps, run.makespan_s, run.tokens.prefill, run.tokens.decode) == (4, 4.0, 10, 3)
+
+
+def test_what_delivery_was_measured_to_take_is_part_of_what_a_client_waits_and_of_its_objective(tmp_path: Path) -> None:
+    trace = write_lines(
+        tmp_path / "t.jsonl", *({"at_s": at, "prompt_tokens": 10, "output_tokens": 4} for at in (0, 3, 3.1))
+    )
+    runs = []
+    for delivery_ns in (0, 400_000_000):
+        numbers = {"fixed_ns": 5e6, "token_ns": 1e6, "context_ns": 0.0, "row_ns": 0.0, "overlap": False}
+        path = tmp_path / f"cost-{delivery_ns}.json"
+        path.write_text(json.dumps({**numbers, "steps": 10, "error": 0.0, "delivery_ns": delivery_ns}))
+        run = one(trace, "--cost", path, "--details", "--slo-ttft", 0.3, "--slo-tpot", 1)
+        assert run.requests is not None and sum(run.series.completed) == 3
+        runs.append((run, run.requests))
+    (plain, before), (shifted, after) = runs
+    assert after.ttft_s == pytest.approx([time + 0.4 for time in before.ttft_s])
+    assert after.e2e_s == pytest.approx([time + 0.4 for time in before.e2e_s])
+    assert after.tpot_ms == before.tpot_ms
+    assert (plain.goodput.share, shifted.goodput.share) == (1.0, 0.0)
 
 
 def test_a_single_output_has_no_time_per_token_and_misses_none(tmp_path: Path) -> None:

@@ -11,7 +11,11 @@ import subprocess
 from pathlib import Path
 
 import psutil
+import pytest
 from harness import Server, running_command, running_server, wait_until
+
+from ops.serve_config import ServeConfig
+from protocol.settings import SettingError
 
 SIM = ("--backend", "sim", "--sim-step-ms", "1")
 COMPLETION = {"model": "smollm2-135m-instruct", "prompt": "Hello", "max_tokens": 4, "ignore_eos": True}
@@ -69,6 +73,22 @@ def test_each_process_that_is_killed_comes_back_and_serves_again() -> None:
             wait_until(lambda role=role, old=old: server.children().get(role) not in (None, old), 30, f"a new {role}")
             wait_until(server.is_ready, 60, f"readiness after the {role}")
             assert complete(server) == 200
+
+
+def test_an_api_process_that_hangs_is_killed_and_comes_back_though_it_is_the_only_one() -> None:
+    with running_server(*SIM, "--hang-timeout-s", "2") as server:
+        assert complete(server) == 200
+        old = server.children()["api"]
+        old.suspend()
+        assert complete(server) == 200, "who connects meanwhile waits for the next one"
+        assert "api hangs (no sign of life for 2 s), killing it" in server.log()
+        assert not old.is_running() and server.children()["api"] != old
+
+
+def test_a_hang_is_never_shorter_than_the_time_between_signs_of_life() -> None:
+    assert ServeConfig(hang_timeout_s=0).hang_timeout_s == 0
+    with pytest.raises(SettingError, match="hang_timeout_s: got 0.5, allowed is 0 or at least 2 s"):
+        ServeConfig(hang_timeout_s=0.5)
 
 
 def test_a_port_in_use_is_named_before_anything_starts() -> None:

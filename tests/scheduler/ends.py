@@ -42,16 +42,23 @@ from tests.scheduler.isolated import FakeRunner, default_sample, limits
 class RunnerEnd:
     """Binds like a runner. `answering` False makes it take steps and say nothing."""
 
-    def __init__(self, context: zmq.Context[Any], directory: Path, epoch: int = 1, limit: Limits | None = None) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        directory: Path,
+        epoch: int = 1,
+        limit: Limits | None = None,
+        name: str = "runner",
+    ) -> None:
         self.limits = limit or limits(64)
         self.epoch = epoch
         self.answering = True
-        self.occupied_by = ""
+        self.occupied_by = self.refuses = ""
         self.fake = FakeRunner(self.limits)
         self.hellos: list[Hello] = []
         self.goodbyes: list[Goodbye] = []
         self.steps = 0
-        self.channel: ServerChannel[Any] = ServerChannel(context, f"ipc://{directory}/runner.sock", SchedulerToRunner)
+        self.channel: ServerChannel[Any] = ServerChannel(context, f"ipc://{directory}/{name}.sock", SchedulerToRunner)
 
     def pump(self) -> None:
         for identity, message in self.channel.receive():
@@ -59,6 +66,9 @@ class RunnerEnd:
                 self.hellos.append(message)
                 if self.occupied_by and not message.takeover:
                     self.channel.refuse(identity, Refused(wire.OCCUPIED, f"held by {self.occupied_by}"))
+                    continue
+                if self.refuses:
+                    self.channel.refuse(identity, Refused(self.refuses, "not this one"))
                     continue
                 self.fake = FakeRunner(self.limits)
                 welcome = Welcome("runner", 1, wire.SCHEMA_DIGEST, "r", self.epoch, self.limits, b"k" * 16)
@@ -140,7 +150,8 @@ class Chain:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self.process = SchedulerProcess(self.config, self.context, Metrics(self.registry))
+        metrics = Metrics.of_replicas(self.registry, len(self.config.runner_addresses))
+        self.process = SchedulerProcess(self.config, self.context, metrics)
         self._stop = StopSignal(signals=())
         self._thread = threading.Thread(target=self._run, args=(self.process, self._stop))
         self._thread.start()
@@ -176,7 +187,7 @@ class Chain:
     def until(self, done: Callable[[], Any], what: str, deadline_s: float = 15) -> Any:
         end_at = time.monotonic() + deadline_s
         while True:
-            ends = [*self.apis, *([self.runner] if self.runner else [])]
+            ends = [*self.apis, *self.runner_ends()]
             for end in ends:
                 end.pump()
             value = done()
@@ -187,6 +198,10 @@ class Chain:
             for end in ends:
                 poller.register(end.channel.socket, zmq.POLLIN)
             poller.poll(20)
+
+    def runner_ends(self) -> list[RunnerEnd]:
+        """The runners that are there."""
+        return [self.runner] if self.runner else []
 
     def connected(self) -> ApiEnd:
         """Scheduler, runner and one API, all of them ready."""

@@ -13,6 +13,7 @@ from protocol.messages import RequestStatus
 from scheduler.metrics import Metrics
 from scheduler.passes import LOOK_PAST
 from scheduler.policies import forecast
+from scheduler.policies.calibration import Calibration
 from scheduler.policies.forecast import Forecast
 from tests.scheduler.isolated import Isolated, default_sample, solo_tokens
 
@@ -235,10 +236,10 @@ def test_an_urgent_request_takes_the_place_of_others_whose_future_leaves_with_th
 # --- a long history ---------------------------------------------------------------------------------------------
 
 
-def play(policy: str, seed: int = 1, **config: Any) -> tuple[int, int, list[dict[int, int]]]:
+def history(policy: str, seed: int, **config: Any) -> tuple[Isolated, list[dict[int, int]]]:
     """200 requests whose outputs are 50 tokens on average and 512 at most, ten of them waiting at any time.
 
-    Returns steps, preemptions, and what was scheduled in each step.
+    Returns the scheduler, idle, and what was scheduled in each step.
     """
     random, lengths = Random(seed), Lengths()
     isolated = Isolated(
@@ -252,6 +253,12 @@ def play(policy: str, seed: int = 1, **config: Any) -> tuple[int, int, list[dict
             lengths.add(isolated, len(todo) + 1, prompt, outputs, 512)
         scheduled.append(isolated.step())
     isolated.check_drained()
+    return isolated, scheduled
+
+
+def play(policy: str, seed: int = 1, **config: Any) -> tuple[int, int, list[dict[int, int]]]:
+    """The same; returns steps, preemptions, and what was scheduled in each step."""
+    isolated, scheduled = history(policy, seed, **config)
     return len(scheduled), isolated.core.stats.preemptions, scheduled
 
 
@@ -268,6 +275,15 @@ def test_over_a_long_history_it_preempts_a_small_part_as_often_as_optimism_and_i
 def test_more_confidence_preempts_less() -> None:
     bold, usual, sure = (play("forecast", forecast_confidence=share)[1] for share in (0.5, 0.95, 0.999))
     assert bold > 2 * usual and usual >= sure
+
+
+def test_forecasts_that_turn_out_too_low_are_made_with_more_to_spare() -> None:
+    isolated, _ = history("forecast", 1, forecast_confidence=0.8)
+    policy = isolated.core.strategies.admission
+    assert isinstance(policy, Forecast)
+    calibration = policy._calibration
+    assert calibration.misses > 0.2 * calibration.outcomes > 0
+    assert calibration.z > Calibration(0.8).z
 
 
 def test_the_same_history_is_decided_the_same_way_each_time() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,11 @@ import pytest
 import zmq
 
 from protocol import wire
+from protocol.channels import AddressTaken
 from protocol.columns import pack_i32
 from protocol.messages import Goodbye, Refused, RequestStatus
 from protocol.process import EXIT_REPLACED
+from protocol.scheduler_links import LinkSettings, SchedulerLinks
 from scheduler.process import load_scheduler_class
 from tests.scheduler.ends import Chain
 from tests.scheduler.isolated import limits, solo_tokens
@@ -193,6 +197,52 @@ def test_a_fenced_scheduler_ends_and_says_goodbye_to_its_apis(make_chain: MakeCh
     assert chain.code == EXIT_REPLACED
     chain.until(lambda: api.goodbyes, "the goodbye")
     assert "xyz" in api.goodbyes[0].message
+
+
+def test_a_scheduler_that_overslept_its_replacement_makes_way_at_once(make_chain: MakeChain) -> None:
+    chain = make_chain(lease_s=3600, runner_silence_s=0.5)
+    api = chain.connected()
+    assert chain.runner is not None and chain.process is not None
+    work, asleep, awake = chain.process.work, threading.Event(), threading.Event()
+
+    def sleep() -> None:
+        asleep.set()
+        awake.wait(15)
+        work()
+
+    chain.process.work = sleep  # type: ignore[method-assign]
+    chain.until(asleep.is_set, "the hang")
+    chain.runner.occupied_by = "scheduler xyz"
+    chain.runner.channel.drop(chain.runner.channel.peers[0])  # its goodbye is lost
+    until = time.monotonic() + 0.6
+    chain.until(lambda: time.monotonic() > until, "longer than a runner may be silent")
+    awake.set()
+    chain.until(lambda: chain.code is not None, "the exit")
+    assert chain.code == EXIT_REPLACED
+    chain.until(lambda: api.goodbyes, "the goodbye")
+    assert api.goodbyes[0].code == "takeover" and "xyz" in api.goodbyes[0].message
+
+
+def test_who_came_into_the_place_meanwhile_is_not_taken_for_the_one_that_hangs(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, tries = [(0.0, 7), (2.0, 7), (2.5, 8), (4.0, 8), (5.0, 8), (6.0, 8)], []
+    context: zmq.Context[Any] = zmq.Context()
+    settings = LinkSettings(f"ipc://{runtime_dir}/scheduler.sock", f"ipc://{runtime_dir}/runner.sock", takeover=True)
+    nobody: Any = None
+    links = SchedulerLinks(context, settings, nobody, clock=lambda: seen[0][0])
+
+    def bind(by_force: bool = False) -> None:
+        tries.append(by_force)
+        raise AddressTaken(settings.scheduler_address, seen[0][1])
+
+    monkeypatch.setattr(links.apis, "bind", bind)
+    while seen:
+        links._take_place()
+        del seen[0]
+    assert tries == [False] * 5 + [True]
+    links.close()
+    context.term()
 
 
 def test_a_runner_of_another_build_ends_the_scheduler_with_the_reason(make_chain: MakeChain) -> None:

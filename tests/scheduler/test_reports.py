@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from protocol.messages import RequestStatus
+from scheduler.interface import Door
 from scheduler.metrics import Metrics
 from tests.scheduler.isolated import Isolated, limits, solo_tokens
 
@@ -151,6 +152,16 @@ def full_queue(**config: Any) -> Isolated:
     isolated.add(2, 20, priority=3)
     isolated.add(3, 20, priority=5)
     return isolated
+
+
+@pytest.mark.parametrize("policy", ["priority", "fcfs"])
+def test_the_door_says_what_arrivals_are_judged_by(policy: str) -> None:
+    isolated = full_queue(queue_policy=policy)
+    assert isolated.core.door() == Door(2, 2, policy == "priority", 5)
+    isolated.preempt(1)
+    assert isolated.core.door().queued == 2, "who has run before needs no place"
+    isolated.drain()
+    assert isolated.core.door() == Door(2, 0, policy == "priority", 0)
 
 
 @pytest.mark.parametrize("priority", [5, 6])

@@ -69,12 +69,22 @@ def rounds(low: float, high: float) -> list[float]:
     return [index * step for index in range(first, last + 1)]
 
 
+def ceiling(high: float) -> float:
+    """The first of the round numbers that isn't below `high`: where an axis ends, so that its last label is above all
+    that is drawn. 0 for 0."""
+    if high <= 0:
+        return 0.0
+    first, second = ticks(high)[:2]
+    step = second - first
+    return math.ceil(high / step - 1e-9) * step
+
+
 class _Axes:
     """From values to places in the picture."""
 
     def __init__(self, low: float, high: float, top: float) -> None:
         self._low, self._high = low, high
-        self._top = top * 1.06 or 1.0
+        self._top = ceiling(top) or 1.0
 
     def x(self, value: float) -> str:
         return f"{LEFT + (WIDTH - LEFT - RIGHT) * (value - self._low) / (self._high - self._low):.1f}"

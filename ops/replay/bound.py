@@ -1,0 +1,132 @@
+"""How many requests must be late, whoever schedules, if none may take longer than a given time: a linear program.
+
+It knows every arrival and every length beforehand, and may split requests. Work is conserved above the knee of the
+cost model, so the backlog at any time is the same for every order, and all of it belongs to requests that are late.
+A late one can stand in for it from its arrival until it must begin to end in time. At least so many are late that
+their work covers the backlog at all times; which, is the program's choice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ops.traces import TraceError, TraceRow, read_trace
+from runner.step_costs import LinearCost
+
+Floats = npt.NDArray[np.float64]
+
+BIN_S = 3.0
+"""Times are rounded to bins of this length."""
+GROUPS = 8
+"""Requests that arrive in one bin are sorted by their work and decided in so many groups."""
+SLACK_S = 1.0
+"""Backlog that may be of requests on time: what waits for its first token within the objective."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests by arrival: seconds from the first, prompt and output tokens. One entry each."""
+
+    at_s: Floats
+    prompt: Floats
+    outputs: Floats
+
+    @classmethod
+    def of(cls, rows: Sequence[TraceRow]) -> Load:
+        """From a trace's rows."""
+        at = np.array([row.at_ns for row in rows], np.float64) / 1e9
+        lengths = np.array([(row.input_tokens, row.output_tokens) for row in rows], np.float64)
+        return cls(at - at.min(), lengths[:, 0], lengths[:, 1])
+
+
+def least_late(load: Load, cost: LinearCost, longest_s: float, tpot_s: float) -> float:
+    """The share of requests, 0 to 1, that are late at least if every request ends `longest_s` after its arrival at the
+    latest, and those on time get their outputs one every `tpot_s`. ValueError if no schedule can end all by then."""
+    try:
+        from scipy.optimize import linprog
+        from scipy.sparse import csr_array
+    except ImportError as error:
+        raise ValueError("this needs scipy: pip install 'triptych[analysis]'") from error
+    token, context = cost.token_ns / 1e9, cost.context_ns / 1e9
+    each = token + cost.row_ns / 1e9
+    work = token * load.prompt + load.outputs * (each + context * (load.prompt + load.outputs / 2))
+    num_bins = int((load.at_s.max() + longest_s) // BIN_S) + 2
+    arrival = (load.at_s // BIN_S).astype(int)
+    backlog = _backlog(_demand(load, arrival, num_bins, token, each, context, tpot_s))
+    hold = longest_s - load.outputs * tpot_s
+    counts, works, columns, rows = [], [], [], []
+    for at, members in _groups(arrival, work):
+        group, weight = len(counts), float(work[members].sum())
+        until = at + int(max(0.0, np.average(hold[members], weights=work[members])) // BIN_S)
+        counts.append(float(len(members)))
+        span = range(at, min(until + 1, num_bins))
+        rows += span
+        columns += [group] * len(span)
+        works += [-weight] * len(span)
+    covers = csr_array((works, (rows, columns)), shape=(num_bins, len(counts)))
+    found = linprog(counts, A_ub=covers, b_ub=-np.maximum(backlog - SLACK_S, 0), bounds=(0, 1), method="highs")
+    if found.status != 0:
+        raise ValueError(f"no order ends every request within {longest_s:g} s")
+    return float(found.fun) / len(work)
+
+
+def _groups(arrival: npt.NDArray[np.int64], work: Floats) -> list[tuple[int, npt.NDArray[np.int64]]]:
+    """(bin, indices), the largest work of a bin first."""
+    found = []
+    for at in np.unique(arrival).tolist():
+        members = np.flatnonzero(arrival == at)
+        members = members[np.argsort(-work[members])]
+        found += [(at, part) for part in np.array_split(members, min(len(members), GROUPS))]
+    return found
+
+
+def _demand(
+    load: Load, arrival: npt.NDArray[np.int64], num_bins: int, token: float, each: float, context: float, tpot_s: float
+) -> Floats:
+    """Seconds of work that can first be done in each bin: prompts on arrival, an output when it is due."""
+    demand = np.bincount(arrival, weights=token * load.prompt, minlength=num_bins)
+    per_bin = BIN_S / tpot_s
+    for step in range(int(load.outputs.max() // per_bin) + 1):
+        done = step * per_bin
+        count = np.clip(load.outputs - done, 0, per_bin)
+        seconds = count * (each + context * (load.prompt + done + count / 2))
+        demand += np.bincount(np.minimum(arrival + step, num_bins - 1), weights=seconds, minlength=num_bins)
+    return demand
+
+
+def _backlog(demand: Floats) -> Floats:
+    """Seconds of work left at the end of each bin, by a machine that never idles while there is some."""
+    left, found = 0.0, []
+    for seconds in demand.tolist():
+        left = max(0.0, left + seconds - BIN_S)
+        found.append(left)
+    return np.array(found)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the bound for a trace; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m ops.replay.bound", description=__doc__)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--time-scale", type=float, default=1.0, help="as for `triptych replay`")
+    parser.add_argument("--longest-e2e", type=float, required=True, help="seconds that a request may take at most")
+    parser.add_argument("--slo-tpot", type=float, default=0.05, help="seconds per output token of those on time")
+    options = parser.parse_args(arguments)
+    try:
+        load = Load.of(read_trace(options.trace, time_scale=options.time_scale))
+        share = least_late(load, LinearCost(), options.longest_e2e, options.slo_tpot)
+    except (OSError, TraceError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"at least {share:.1%} of {len(load.at_s):,} requests are late, at most {1 - share:.1%} on time")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
