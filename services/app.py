@@ -14,8 +14,10 @@ from services.errors import from_status
 from services.middleware import OPEN_PATHS, ApiKeys, Edge
 from services.routes.chat import Chat
 from services.routes.completions import Completions
+from services.routes.messages import CountTokens, Messages
 from services.routes.metrics import MetricsRoute
 from services.routes.requests import RequestRoutes
+from services.routes.responses import KeptResponses, Responses
 from services.routes.status import StatusRoutes
 from services.routes.text import Detokenize, Tokenize
 from services.state import ApiState
@@ -24,9 +26,16 @@ from services.state import ApiState
 def build_app(state: ApiState, keys: list[str], admin_keys: list[str]) -> Starlette:
     """The application. With keys of either kind, everything but the open paths needs one of them."""
     status = StatusRoutes(state)
+    kept = KeptResponses(state)
     routes = [
         Route("/v1/completions", Completions(state), methods=["POST"]),
         Route("/v1/chat/completions", Chat(state), methods=["POST"]),
+        Route("/v1/messages", Messages(state), methods=["POST"]),
+        Route("/v1/messages/count_tokens", CountTokens(state), methods=["POST"]),
+        Route("/v1/responses", Responses(state), methods=["POST"]),
+        Route("/v1/responses/{id}", kept.one, methods=["GET", "DELETE"]),
+        Route("/v1/responses/{id}/cancel", kept.cancel, methods=["POST"]),
+        Route("/v1/responses/{id}/input_items", kept.input_items, methods=["GET"]),
         Route("/v1/models", status.models, methods=["GET"]),
         Route("/v1/models/{name:path}", status.model, methods=["GET"]),
         Route("/v1/requests/{id:path}/timeline", RequestRoutes(state).timeline, methods=["GET"]),
@@ -59,7 +68,7 @@ def build_app(state: ApiState, keys: list[str], admin_keys: list[str]) -> Starle
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """The router's own 404 and 405 in the shape of all other errors."""
+    """The router's own 404 and 405 as all other errors: the outermost layer writes them."""
     assert isinstance(error, HTTPException)
     detail = ""
     if error.status_code == 404:
@@ -67,4 +76,5 @@ async def _http_error(request: Request, error: Exception) -> Response:
     elif error.status_code == 405:
         detail = f"{request.method} is not allowed on {request.url.path[:200]}"
     made = from_status(error.status_code, detail)
-    return Response(made.body(), made.status, dict(error.headers or {}), "application/json")
+    made.headers |= error.headers or {}
+    raise made

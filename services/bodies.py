@@ -50,6 +50,19 @@ async def read_json_body(scope: Scope, receive: Receive, limit: int, patience_s:
         ) from None
 
 
+def may_answer_unread(scope: Scope) -> bool:
+    """Whether a client gets an answer that comes before it has sent its body.
+
+    One that wants the connection closed may not: what it sends into a closed connection takes the answer with it. One
+    that waits for `100 Continue` would send no body, and the next request would be read as one.
+    """
+    if scope["http_version"] != "1.1":
+        return False
+    return not any(
+        name == b"expect" or (name == b"connection" and b"close" in value.lower()) for name, value in scope["headers"]
+    )
+
+
 async def send_body(
     send: Send,
     body: bytes,

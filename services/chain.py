@@ -67,6 +67,11 @@ class Chain:
         )
 
     @property
+    def connected(self) -> bool:
+        """True while the link to a scheduler is open."""
+        return self._channel.connected
+
+    @property
     def bounds_waiting(self) -> bool:
         """True while the scheduler ends requests that wait for too long, whatever they ask for."""
         return self.status is not None and self.status.waiting_timeout_ms > 0
@@ -90,6 +95,13 @@ class Chain:
         if self.status.stalled_ms > self._config.stall_timeout_s * 1000:
             return f"work is pending but no step has finished for {self.status.stalled_ms / 1000:.1f} s"
         return ""
+
+    def replicas(self) -> dict[str, int]:
+        """Of several runners with the same model, how many are up; empty where there is one."""
+        status = self.status
+        if status is None or status.replicas == 1:
+            return {}
+        return {"replicas": status.replicas, "replicas_up": status.replicas_up}
 
     def absence(self) -> ApiError:
         """The 503 for a chain that was waited for in vain."""

@@ -15,8 +15,10 @@ from protocol.columns import f32, i32
 from protocol.messages import RequestStatus, TokenLogprobs
 from services.errors import ApiError
 from services.journal import Generation
-from services.text.detokenizer import Detokenizer
+from services.text.detokenizer import Delta, Detokenizer
 from services.text.tokenizer import Tokenizer
+from services.tools.calls import CallDelta
+from services.tools.reader import MessageReader
 
 LOGPROB_FLOOR = -9999.0
 _utf8 = codecs.getincrementaldecoder("utf-8")
@@ -24,12 +26,14 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """How a request wants its tokens as text."""
+    """How a request wants its tokens as text. A `reader` splits the text into a message; `shown` is for its eyes."""
 
     skip_special_tokens: bool = True
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     logprobs: bool = False
+    shown: frozenset[int] = frozenset()
+    reader: Callable[[], MessageReader] | None = None
 
 
 @dataclass(slots=True)
@@ -51,9 +55,16 @@ class Piece:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.text or self.token_ids or self.logprobs or self.finish_reason)
+        return bool(self.shown or self.token_ids or self.logprobs or self.finish_reason)
+
+    @property
+    def shown(self) -> bool:
+        """Whether there is more of the message."""
+        return bool(self.text or self.reasoning or self.calls)
 
 
 class Choice:
@@ -80,11 +91,13 @@ class Choice:
             tokenizer,
             prompt_ids=prompt_ids,
             skip_special_tokens=options.skip_special_tokens,
+            shown=options.shown,
             stop=options.stop,
             include_stop=options.include_stop,
             min_tokens=params.min_tokens,
         )
         self._tokenizer = tokenizer
+        self._reader = options.reader() if options.reader is not None else None
         self._waiting: list[TokenLogprob] = []
         self._characters = _utf8("replace")
         self._offset = 0
@@ -118,7 +131,14 @@ class Choice:
         if self.done and self._waiting:
             piece.logprobs += self._waiting
             self._waiting = []
+        if self._reader is not None:
+            self._as_message(piece, self._reader)
         return piece
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens that the model used to think."""
+        return self._reader.reasoning_tokens if self._reader is not None else 0
 
     @property
     def error(self) -> ApiError | None:
@@ -140,8 +160,7 @@ class Choice:
         """Turn tokens into text; returns the stop string that was met. Counts only the tokens up to it."""
         shown = fresh[:-1] if hide_last else fresh
         before = self._detokenizer.token_count
-        delta = self._detokenizer.push(shown)
-        piece.text += delta.text
+        delta = self._read(shown, piece)
         self._take(shown[: self._detokenizer.token_count - before], piece, visible=True)
         if hide_last and delta.stopped is None:
             self._take(fresh[-1:], piece, visible=False)
@@ -149,6 +168,32 @@ class Choice:
         piece.logprobs = self._waiting[: delta.tokens]
         del self._waiting[: delta.tokens]
         return delta.stopped
+
+    def _read(self, tokens: list[int], piece: Piece) -> Delta:
+        """Tokens as text. While the model may be thinking, one by one: only so its thoughts can be counted."""
+        reader = self._reader
+        if reader is None or not reader.thinking:
+            delta = self._detokenizer.push(tokens)
+            piece.text += delta.text
+            return delta
+        sent = 0
+        stopped = None
+        for token in tokens:
+            text, stopped, complete = self._detokenizer.push((token,))
+            reader.feed(text, 1)
+            sent += complete
+            if stopped is not None:
+                break
+        return Delta("", stopped, sent)
+
+    def _as_message(self, piece: Piece, reader: MessageReader) -> None:
+        """Replace a piece's text by what it means."""
+        reader.feed(piece.text)
+        if self.done:
+            reader.finish()
+            if piece.finish_reason == "stop" and reader.called:
+                piece.finish_reason = "tool_calls"
+        piece.reasoning, piece.text, piece.calls = reader.take()
 
     def _take(self, tokens: list[int], piece: Piece, *, visible: bool) -> None:
         piece.token_ids.extend(tokens)

@@ -17,6 +17,16 @@ class ApiConfig:
     model_alias: tuple[str, ...] = setting((), help="further names that requests may use for the model")
     accept_any_model: bool = setting(False, help="answer requests for any model name instead of 404")
     chat_template: str = setting("", help="path of a chat template that replaces the model's own")
+    tool_call_parser: str = setting(
+        "auto",
+        help="format in which the model calls tools; `auto`: as its chat template shows",
+        choices=("auto", "none", "hermes", "llama3_json", "pythonic", "mistral", "qwen3_coder"),
+    )
+    reasoning_parser: str = setting(
+        "auto",
+        help="how the model marks its thoughts; `qwen3`: when it does so, `deepseek_r1`: every answer begins with them",
+        choices=("auto", "none", "qwen3", "deepseek_r1"),
+    )
     generation_config: str = setting(
         "auto",
         help="`auto`: sampling defaults from the model's generation_config.json; `none`: OpenAI's defaults",
@@ -83,6 +93,18 @@ class ApiConfig:
         "", help="file to which each request's times, lengths and prefix hashes are appended; empty: none"
     )
     record_tokens: bool = setting(False, help="record the token ids of prompts instead of hashes: they are the text")
+    responses_max_count: int = setting(
+        1000, help="most answers of /v1/responses that are kept in memory; 0: none are", minimum=0
+    )
+    responses_max_bytes: int = setting(
+        64 * 2**20, help="most bytes of conversations kept with those answers", unit="bytes", minimum=0
+    )
+    responses_max_age_s: float = setting(
+        3600.0, help="how long an answer of /v1/responses is kept", unit="s", minimum=0
+    )
+    responses_background_max: int = setting(
+        64, help="most answers of /v1/responses that may be under way without a client", minimum=0
+    )
     text_threads: int = setting(2, help="threads for tokenizing long prompts", minimum=1, maximum=64)
 
     def __post_init__(self) -> None:

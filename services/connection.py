@@ -22,7 +22,8 @@ class Connection(HttpToolsProtocol):
       another, reading never pauses, and a client that leaves is noticed whatever it had sent.
     - A client that leaves more than the transport's high-water mark (64 KiB) unread for `write_timeout_s`, or any rest
       of an answer that is complete, is disconnected; `on_write_timeout` counts it. 0: never.
-    - A connection that asks for nothing is closed after the keep-alive time, the first time too.
+    - A connection that asks for nothing is closed after the keep-alive time, the first time too, and so is one whose
+      request line or headers stop coming.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the clock for the first request."""
         super().connection_made(transport)
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        self._limit_idleness()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the request, if one is under way."""
@@ -58,6 +59,16 @@ class Connection(HttpToolsProtocol):
         """Read on, unless what comes belongs to a request that won't be answered here."""
         if not self._pipelined:
             super().data_received(data)
+            self._limit_idleness()
+
+    def _limit_idleness(self) -> None:
+        """What comes while nothing is under way (the rest of a body that was answered unread, part of a request line)
+        is not a request yet: the next byte has to come within the keep-alive time."""
+        idle = self.cycle is None or self.cycle.response_complete
+        if idle and self.timeout_keep_alive_task is None and not self.transport.is_closing():
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def on_message_begin(self) -> None:
         """A request begins: the next one, or one too early."""

@@ -7,10 +7,12 @@ from typing import Any
 
 import msgspec
 
-from services.errors import invalid, unsupported
+from services.errors import invalid
 from services.schema import Message
 from services.text.chat_template import RESERVED_KWARGS
 from services.textpool import TextPool
+from services.tools.history import check_calls, spelled_out, template_messages
+from services.tools.request import ToolUse
 
 
 async def tokenize_chat(
@@ -21,6 +23,7 @@ async def tokenize_chat(
     continue_final_message: bool | None,
     kwargs: dict[str, Any] | None,
     add_special_tokens: bool | None,
+    tools: ToolUse | None = None,
 ) -> list[int]:
     """The token ids of a conversation. Raises ApiError 400 naming the message and the reason."""
     if not messages:
@@ -32,12 +35,22 @@ async def tokenize_chat(
     if reserved := RESERVED_KWARGS & (kwargs or {}).keys():
         raise invalid(f"chat_template_kwargs: can't set {', '.join(sorted(reserved))}", "chat_template_kwargs")
     size = sum(_check(index, message) for index, message in enumerate(messages))
+    plain = [msgspec.to_builtins(message) for message in messages]
+    check_calls(plain)
+    shown = [dict(tool) for tool in tools.tools] if tools is not None else None
+    if pool.template is None or pool.template.takes_tools:
+        plain = template_messages(plain, pool.template.source if pool.template is not None else "")
+    else:
+        plain, shown = spelled_out(plain, shown), None
+    if shown or any(message.get("tool_calls") for message in plain):
+        size += len(msgspec.json.encode([shown, plain]))
     text = await pool.render(
-        [msgspec.to_builtins(message) for message in messages],
+        plain,
         size,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=bool(continue_final_message),
         kwargs=kwargs or {},
+        tools=shown,
     )
     return (await pool.encode([text], bool(add_special_tokens), "messages"))[0]
 
@@ -45,8 +58,6 @@ async def tokenize_chat(
 def _check(index: int, message: Message) -> int:
     """The number of characters in a message. Raises ApiError 400 for a part that isn't text."""
     name = f"messages[{index}]"
-    if message.tool_calls:
-        raise unsupported("messages", f"{name}.tool_calls")
     if isinstance(message.content, str):
         return len(message.content)
     size = 0

@@ -19,7 +19,6 @@ from protocol.channels import ChannelError, ClientChannel, new_instance
 from protocol.columns import i32, pack_u64, u64
 from protocol.messages import (
     Abort,
-    Control,
     ControlReply,
     Finished,
     Goodbye,
@@ -37,15 +36,16 @@ from protocol.messages import (
 from protocol.security import LinkSecurity
 from services.chain import Chain
 from services.config import ApiConfig
-from services.errors import ApiError, ended, unavailable
+from services.door import Door
+from services.errors import ApiError, ended
 from services.journal import Call, Generation, RecentCalls, Terms
 from services.metrics import ApiMetrics
+from services.questions import Questions
 
 log = logging.getLogger("triptych.engine")
 
 TICK_S = 0.2
 COSTS_WAIT_S = 0.5
-CONTROL_WAIT_S = 5.0
 _COUNTER_BITS = 56
 """Of a request id; the 8 above them are the number of the API process."""
 
@@ -80,7 +80,6 @@ class Engine:
         self._live: dict[int, Generation] = {}
         self._stopping: dict[int, Generation] = {}
         self._aborts: list[int] = []
-        self._questions: dict[int, asyncio.Future[ControlReply]] = {}
         self._flush_planned = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -93,6 +92,8 @@ class Engine:
             security=LinkSecurity.of(config.curve_key_file),
         )
         self.chain = Chain(config, self._channel, clock)
+        self.door = Door(self.chain, clock)
+        self.questions = Questions(self._channel, random_bits)
         metrics.gauge("requests_running", "Generations (choices) in progress, queued ones included.", self.num_live)
         metrics.gauge("link_connected", "1 while the link to the scheduler is open.", lambda: self._channel.connected)
         metrics.gauge("link_lost_frames", "Frames from the scheduler that never arrived.", self._lost_frames)
@@ -186,6 +187,7 @@ class Engine:
         self.recent.add(call, request_id)
         call.generations.append(generation)
         self._live[request_id] = generation
+        self.door.enter(request_id, terms.priority)
         self.calls.add(call)
         if self.chain.refusal is not None:
             self._fail(generation, self.chain.refusal)
@@ -199,7 +201,7 @@ class Engine:
 
     def stop(self, generation: Generation) -> None:
         """End a generation whose text is complete: the scheduler is told, what it cost may still arrive."""
-        if self._live.pop(generation.id, None) is not None:
+        if self._forget(generation):
             self._stopping[generation.id] = generation
             generation.stopped_at = self._clock()
             self._abort(generation.id)
@@ -214,21 +216,6 @@ class Engine:
                 generation.released = True  # counted when its costs arrive
             else:
                 self._metrics.generation_over(generation, self._clock())
-
-    async def ask(self, action: str, arguments: dict[str, str]) -> ControlReply:
-        """Put a question to the scheduler. ApiError 503 if there is none, or none that answers in time."""
-        assert self._loop is not None
-        nonce = self._random_bits(63)
-        answer: asyncio.Future[ControlReply] = self._loop.create_future()
-        self._questions[nonce] = answer
-        try:
-            self._channel.send(Control(nonce, action, arguments))
-            async with asyncio.timeout(CONTROL_WAIT_S):
-                return await answer
-        except (ChannelError, TimeoutError) as error:
-            raise unavailable("The scheduler does not answer", "engine_unavailable") from error
-        finally:
-            del self._questions[nonce]
 
     def refuse_all(self, error: ApiError) -> None:
         """End every live generation with `error`, and any that may still be submitted."""
@@ -259,9 +246,14 @@ class Engine:
         if self._aborts:
             self._flush_aborts()
 
+    def _forget(self, generation: Generation) -> bool:
+        """Out of the journal. Whether it was there."""
+        self.door.leave(generation.id)
+        return self._live.pop(generation.id, None) is not None
+
     def _drop(self, generation: Generation) -> None:
         """Out of the journal, and the scheduler told so."""
-        if self._live.pop(generation.id, None) is not None:
+        if self._forget(generation):
             self._abort(generation.id)
 
     def _abort(self, request_id: int) -> None:
@@ -296,10 +288,9 @@ class Engine:
             self._on_outputs(message)
         elif isinstance(message, SchedulerStatus):
             self.chain.update(message, message.limits)
+            self.door.hear(message)
         elif isinstance(message, ControlReply):
-            question = self._questions.get(message.nonce)
-            if question is not None and not question.done():
-                question.set_result(message)
+            self.questions.answered(message)
         elif isinstance(message, Welcome):
             self._on_welcome(message)
         elif isinstance(message, Refused):
@@ -369,6 +360,7 @@ class Engine:
                 inter_token(now - generation.last_token)
             else:
                 generation.first_token = now
+                self.door.leave(request_id)
                 metrics.first_token.observe(now - generation.arrived)
             generation.last_token = now
             generation.touch()
@@ -400,6 +392,8 @@ class Engine:
                     retry_after_s=rejected.retry_after_s,
                 ),
             )
+            if rejected.code == "queue_full":
+                self.door.close(rejected.retry_after_s)
 
     def _on_finished(self, finished: Finished) -> None:
         stopped = self._stopping.get(finished.id)
@@ -425,7 +419,7 @@ class Engine:
             generation.touch()
 
     def _finish(self, generation: Generation, finished: Finished) -> None:
-        self._live.pop(generation.id, None)
+        self._forget(generation)
         if finished.status in (RequestStatus.ERROR, RequestStatus.ABORTED, RequestStatus.IGNORED):
             name = finished.status.name.lower()
             message = finished.message or f"The request was ended by the scheduler ({name})"
@@ -435,7 +429,7 @@ class Engine:
         generation.touch()
 
     def _fail(self, generation: Generation, error: ApiError) -> None:
-        self._live.pop(generation.id, None)
+        self._forget(generation)
         if not generation.over:
             generation.error = error
             generation.touch()

@@ -6,16 +6,18 @@ A chunk is assembled from a head that is encoded once per answer: a token's chun
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 
 from services.choice import Piece, TokenLogprob
+from services.errors import ApiError
+from services.sse import DONE, PING, Framing
 from services.text.tokenizer import Tokenizer
+from services.tools.calls import CallDelta
 
 _encode = msgspec.json.Encoder().encode
-DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +27,17 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int = 0
 
     def payload(self) -> dict[str, Any]:
         """OpenAI's usage object."""
+        details = {"completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens}}
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            **(details if self.reasoning_tokens else {}),
         }
 
 
@@ -46,6 +51,16 @@ class Whole:
     finish_reason: str
     stop_reason: int | str | None
     prompt_ids: Sequence[int]
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+
+    def add_calls(self, deltas: Sequence[CallDelta]) -> None:
+        """What is new in the calls, in order."""
+        for delta in deltas:
+            if delta.id:
+                self.calls.append(CallDelta(delta.index, delta.id, delta.name, delta.arguments))
+            else:
+                self.calls[delta.index].arguments += delta.arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +72,12 @@ class Head:
     model: str
 
 
-class Format(Protocol):
+class Format(Framing, Protocol):
     """How one endpoint writes its answers."""
+
+    def opening(self) -> bytes:
+        """What a stream begins with, before there are tokens; possibly nothing."""
+        ...
 
     def first(self, index: int, prompt_ids: Sequence[int]) -> bytes:
         """What a choice's stream begins with, possibly nothing."""
@@ -82,6 +101,8 @@ class _Base:
 
     chunk_object = ""
     answer_object = ""
+    ping = PING
+    done = DONE
 
     def __init__(
         self, head: Head, tokenizer: Tokenizer, *, logprobs: int, usage_null: bool = False, token_ids: bool = False
@@ -92,6 +113,14 @@ class _Base:
         self._token_ids = token_ids
         self._open = b"data: " + _encode(self._top(self.chunk_object))[:-1] + b',"choices":['
         self._close = b'],"usage":null}\n\n' if usage_null else b"]}\n\n"
+
+    def opening(self) -> bytes:
+        """Nothing: the first chunk comes with the first token."""
+        return b""
+
+    def failure(self, error: ApiError) -> bytes:
+        """One event with the error."""
+        return b"data: " + error.body() + b"\n\n"
 
     def _top(self, kind: str) -> dict[str, Any]:
         return {"id": self._head.id, "object": kind, "created": self._head.created, "model": self._head.model}
@@ -204,11 +233,15 @@ class ChatFormat(_Base):
     chunk_object = "chat.completion.chunk"
     answer_object = "chat.completion"
 
+    def __init__(self, *args: Any, may_call: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._begin = None if may_call else ""  # as at OpenAI: whether there will be any content is not known yet
+
     def first(self, index: int, prompt_ids: Sequence[int]) -> bytes:
         """The chunk with the role."""
         choice: dict[str, Any] = {
             "index": index,
-            "delta": {"role": "assistant", "content": ""},
+            "delta": {"role": "assistant", "content": self._begin},
             "logprobs": None,
             "finish_reason": None,
         }
@@ -218,7 +251,7 @@ class ChatFormat(_Base):
 
     def chunk(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
         """One event with new text."""
-        if self._plain and piece.finish_reason is None:
+        if self._plain and piece.finish_reason is None and not piece.calls and not piece.reasoning:
             choice = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (
                 index,
                 _encode(piece.text),
@@ -226,7 +259,7 @@ class ChatFormat(_Base):
             return self._event(choice, usage)
         fields: dict[str, Any] = {
             "index": index,
-            "delta": {"content": piece.text} if piece.text else {},
+            "delta": _delta(piece),
             "logprobs": self._logprobs(piece.logprobs) if piece.logprobs else None,
             **self._reasons(piece),
         }
@@ -240,7 +273,7 @@ class ChatFormat(_Base):
         for index, whole in enumerate(choices):
             fields: dict[str, Any] = {
                 "index": index,
-                "message": {"role": "assistant", "content": whole.text, "refusal": None},
+                "message": _message(whole),
                 "logprobs": self._logprobs(whole.logprobs),
                 **self._reasons(whole),
             }
@@ -261,3 +294,32 @@ class ChatFormat(_Base):
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
         raw = self._bytes(token)
         return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}
+
+
+def _delta(piece: Piece) -> dict[str, Any]:
+    """What is new in a message."""
+    delta: dict[str, Any] = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
+    if piece.text:
+        delta["content"] = piece.text
+    if piece.calls:
+        delta["tool_calls"] = [
+            {"index": call.index, **_call(call)}
+            if call.id
+            else {"index": call.index, "function": {"arguments": call.arguments}}
+            for call in piece.calls
+        ]
+    return delta
+
+
+def _message(whole: Whole) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": whole.text, "refusal": None}
+    if whole.reasoning:
+        message["reasoning_content"] = whole.reasoning
+    if whole.calls:
+        message["content"] = whole.text or None
+        message["tool_calls"] = [_call(call) for call in whole.calls]
+    return message
+
+
+def _call(call: CallDelta) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -1,4 +1,4 @@
-"""Runs one generation request from its Submits to the last byte, streamed or whole. Both endpoints use it.
+"""Runs one generation request from its Submits to the last byte, streamed or whole. All endpoints use it.
 
 Everything that can be refused is refused before the headers of a stream are sent.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
-from starlette.types import Receive, Send
+from starlette.types import Send
 
 from protocol.columns import pack_i32
 from protocol.messages import SamplingParams
@@ -58,14 +58,17 @@ class Generator:
         self._choices: list[Choice] = []
         self._prompt_ids: list[list[int]] = []
 
-    async def run(self, receive: Receive, send: Send) -> None:
-        """Submit, then answer. Raises ApiError while a status can still be sent, ClientGone if nobody is left."""
+    async def begin(self) -> None:
+        """Submit, and wait until it is taken. Raises ApiError for a refusal, ClientGone if nobody is left."""
         if self._call.disconnected:
             raise ClientGone
         self._submit()
         await self._decided()
+
+    async def answer(self, send: Send) -> None:
+        """Send what comes. Raises ApiError while a status can still be sent, ClientGone if nobody is left."""
         if self._job.stream:
-            await self._stream(EventStream(send, self._call))
+            await self._stream(EventStream(send, self._call, self._job.format))
         else:
             await self._whole(send)
 
@@ -87,9 +90,12 @@ class Generator:
     async def _decided(self) -> None:
         """Wait until the scheduler has taken every choice; its refusal of one refuses the request.
 
-        Where waiting may end in a refusal, a stream's headers also wait for the first token of every choice.
+        Where waiting may end in a refusal, a stream's headers also wait for the first token of every choice: with a
+        limit of its time, or with a grammar, which the runner may not be able to compile.
         """
-        hold = self._job.stream and bool(self._job.terms.timeout_ms or self._state.engine.chain.bounds_waiting)
+        bound = self._job.terms.timeout_ms or self._state.engine.chain.bounds_waiting
+        grammar = any(prompt.params.grammar for prompt in self._job.prompts)
+        hold = self._job.stream and bool(bound or grammar)
         while True:
             for choice in self._choices:
                 if choice.error is not None:
@@ -116,6 +122,8 @@ class Generator:
                     raise choice.error
                 whole = wholes[index]
                 texts[index].append(piece.text)
+                whole.reasoning += piece.reasoning
+                whole.add_calls(piece.calls)
                 whole.token_ids += piece.token_ids
                 whole.logprobs += piece.logprobs
                 if piece.finish_reason is not None:
@@ -131,6 +139,7 @@ class Generator:
     async def _stream(self, stream: EventStream) -> None:
         await stream.start()
         try:
+            await stream.events((self._job.format.opening(),))
             await self._pump(stream)
             last = b""
             if self._job.include_usage:
@@ -170,7 +179,7 @@ class Generator:
 
     def _worth_sending(self, piece: Piece) -> bool:
         return bool(
-            piece.text or piece.finish_reason or piece.logprobs or (piece.token_ids and self._job.chunk_token_ids)
+            piece.shown or piece.finish_reason or piece.logprobs or (piece.token_ids and self._job.chunk_token_ids)
         )
 
     async def _costs(self) -> None:
@@ -188,6 +197,7 @@ class Generator:
             prompt_tokens=sum(len(prompt.ids) for prompt in self._job.prompts),
             completion_tokens=sum(choice.num_tokens for choice in self._choices),
             cached_tokens=cached,
+            reasoning_tokens=sum(choice.reasoning_tokens for choice in self._choices),
         )
 
 

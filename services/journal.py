@@ -164,6 +164,11 @@ class Call:
         self.disconnected = True
         self.wake()
 
+    def close(self) -> None:
+        """Let go of the generations. Each of them knows its call: together they would wait for a collection."""
+        self.generations.clear()
+        self.ready.clear()
+
     async def changed(self) -> list[Generation]:
         """The generations with news since the last call. Empty: a ping is due or the client has gone."""
         if not self.ready and not self.disconnected and not self.ping_due:

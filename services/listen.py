@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import errno
-import os
 import socket
-import stat
 
+from protocol.places import Place
 from services.config import ApiConfig
 
 BACKLOG = 4096
@@ -59,17 +58,13 @@ def _inherited(descriptor: int) -> socket.socket:
 def _listen_unix(path: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        if os.path.exists(path):
-            if not stat.S_ISSOCK(os.stat(path).st_mode):
-                raise BindError(f"can't listen on {path}: a file that is not a socket is in the way")
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-                probe.settimeout(0.5)
-                if probe.connect_ex(path) == 0:
-                    raise BindError(f"can't listen on {path}: another live process listens there")
-            os.unlink(path)
-        listener.bind(path)
-        listener.listen(BACKLOG)
+        place = Place.claim(path)  # until it listens: then whoever comes sees that it does
+        try:
+            listener.bind(path)
+            listener.listen(BACKLOG)
+        finally:
+            place.release()
     except OSError as error:
         listener.close()
-        raise error if isinstance(error, BindError) else BindError(f"can't listen on {path}: {error}") from error
+        raise BindError(f"can't listen on {path}: {error}") from error
     return listener

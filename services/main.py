@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 
@@ -10,16 +11,27 @@ import uvloop
 
 from protocol.channels import AddressError
 from protocol.exposition import ExpositionError, serve_metrics
-from protocol.process import PrivateDirError, StopSignal, die_with_parent, ensure_private_dir, setup_logging
+from protocol.process import (
+    PrivateDirError,
+    StopSignal,
+    Watchdog,
+    die_with_parent,
+    ensure_private_dir,
+    setup_logging,
+)
 from services.config import ApiConfig
 from services.listen import BindError, listen
 from services.middleware import load_keys
-from services.neighbours import LIVE_PAGE
+from services.neighbours import LIVE_PAGE, READY_PAGE
+from services.responses.shelf import PAGE as RESPONSE_PAGE
 from services.server import ApiServer
 from services.text.chat_template import ChatTemplate, TemplateError
 from services.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 
 log = logging.getLogger("triptych.api")
+
+GC_THRESHOLD = 20_000
+"""Objects made since the last collection that start the next one."""
 
 
 def run(config: ApiConfig) -> int:
@@ -30,6 +42,7 @@ def run(config: ApiConfig) -> int:
     setup_logging("api", config.log_level)
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))
     die_with_parent()
+    watchdog = Watchdog.from_environment()
     with StopSignal() as stop:
         try:
             ensure_private_dir(config.runtime_dir)
@@ -43,7 +56,11 @@ def run(config: ApiConfig) -> int:
                 unix_path=config.metrics_socket,
                 host=config.metrics_host,
                 port=config.metrics_port,
-                pages={LIVE_PAGE: lambda _: b"%d" % server.state.engine.num_live()},
+                pages={
+                    LIVE_PAGE: lambda _: b"%d" % server.state.engine.num_live(),
+                    RESPONSE_PAGE: server.state.responses.page,
+                    READY_PAGE: lambda _: b"%d" % server.state.engine.chain.ready,
+                },
             )
         except (BindError, AddressError, ExpositionError, PrivateDirError, TokenizerError, TemplateError) as error:
             log.error("can't start: %s", error)
@@ -57,9 +74,14 @@ def run(config: ApiConfig) -> int:
         local = config.host in ("127.0.0.1", "localhost", "::1") or bool(config.uds)
         if not local and not (keys or config.admin_key):
             log.warning("open to everyone who reaches %s: no API key is configured", where)
+        # What is loaded by now stays, and requests leave no cycles: collections need not look at the one again, nor at
+        # thousands of connections every few hundred objects.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(GC_THRESHOLD)
         try:
             with exposition, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                return runner.run(server.run(listener, stop))
+                return runner.run(server.run(listener, stop, beat=watchdog.beat))
         finally:
             if config.uds and config.listen_fd < 0 and os.path.exists(config.uds):
                 os.unlink(config.uds)

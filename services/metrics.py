@@ -137,6 +137,10 @@ class ApiMetrics:
         self._resubmitted = counter(
             "resubmitted_total", "Live requests submitted again after the scheduler was replaced or the link reopened."
         )
+        self._turned_away = counter(
+            "turned_away_total",
+            "Requests refused here, before they were tokenized, because the scheduler's queue is full.",
+        )
         self._lost_tokens = counter(
             "lost_tokens_total", "Tokens missing from what the scheduler sent; their requests ended with an error."
         )
@@ -156,6 +160,7 @@ class ApiMetrics:
         self.write_timeouts = self._write_timeouts.labels(model)
         self.unknown_fields = self._unknown_fields.labels(model)
         self.resubmitted = self._resubmitted.labels(model)
+        self._away = self._turned_away.labels(model)
         self.lost_tokens = self._lost_tokens.labels(model)
         self.duplicate_tokens = self._duplicate_tokens.labels(model)
         self.recorded = self._recorded.labels(model)
@@ -188,6 +193,11 @@ class ApiMetrics:
             count = len(generation.tokens)
             if count > 1:
                 self.per_output_token.observe((generation.last_token - generation.first_token) / (count - 1))
+
+    def turned_away(self) -> None:
+        """Count a request that was refused before it became a generation, as if it had been one."""
+        self._away.inc()
+        self.finished["error"].inc()
 
     def request_done(self, endpoint: str, status: int) -> None:
         """Count one answered HTTP request."""

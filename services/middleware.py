@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.anthropic import errors as anthropic
 from services.bodies import ClientGone, send_body
 from services.errors import ApiError, internal
 from services.metrics import ApiMetrics
@@ -41,21 +42,25 @@ class Edge:
             return
         request_id = _request_id(scope)
         scope.setdefault("state", {})["request_id"] = request_id
-        header = (b"x-request-id", request_id.encode())
+        headers = [(b"x-request-id", request_id.encode())]
+        foreign = anthropic.speaks_anthropic(scope["path"])
+        if foreign:
+            headers.append((b"request-id", request_id.encode()))
         status = 0
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), header]
+                message["headers"] = [*message.get("headers", ()), *headers]
             await send(message)
 
         error: ApiError | None = None
         try:
             await self._app(scope, receive, send_with_id)
         except ApiError as raised:
-            error = raised
+            # Without its frames: one of them is this one, and a cycle would keep all of them until the next collection.
+            error = raised.with_traceback(None)
         except ClientGone:
             self._metrics.disconnects.inc()
             status = status or CLIENT_CLOSED_REQUEST
@@ -63,7 +68,9 @@ class Edge:
             log.exception("request %s failed", request_id)
             error = internal()
         if error is not None and not status:
-            await send_body(send_with_id, error.body(), status=error.status, headers=error.headers)
+            answer = anthropic.envelope(error, request_id) if foreign else error.body()
+            code = anthropic.status_of(error) if foreign else error.status
+            await send_body(send_with_id, answer, status=code, headers=error.headers)
         self._metrics.request_done(self._endpoint(scope["path"]), status)
 
     def _endpoint(self, path: str) -> str:
@@ -72,6 +79,9 @@ class Edge:
             return path
         if path.startswith("/v1/requests/") and path.endswith("/timeline"):
             return TIMELINE_ROUTE
+        if path.startswith("/v1/responses/"):
+            rest = path.removeprefix("/v1/responses/").partition("/")[2]
+            return "/v1/responses/{id}" + (f"/{rest}" if rest in ("cancel", "input_items") else "")
         return MODEL_ROUTE if path.startswith("/v1/models/") else "other"
 
 
@@ -108,7 +118,7 @@ class ApiKeys:
         if tenant is None:
             raise ApiError(
                 401,
-                "A valid API key is required: Authorization: Bearer KEY",
+                "A valid API key is required: Authorization: Bearer KEY, or x-api-key: KEY",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
@@ -117,8 +127,10 @@ class ApiKeys:
         await self._app(scope, receive, send)
 
     def _match(self, scope: Scope) -> str | None:
-        """Whom the key in the Authorization header stands for; None if there is none or it is wrong."""
+        """Whom the key in the Authorization header, or without one in X-Api-Key, stands for; None if it is wrong."""
         values = [value for name, value in scope["headers"] if name == b"authorization"]
+        if not values:
+            values = [b"Bearer " + value for name, value in scope["headers"] if name == b"x-api-key"]
         if len(values) != 1 or len(values[0]) > MAX_AUTHORIZATION:
             return None
         scheme, _, token = values[0].partition(b" ")

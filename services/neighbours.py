@@ -22,11 +22,13 @@ from services.metrics import ApiMetrics
 
 log = logging.getLogger("triptych.api")
 
-OTHERS = ("scheduler", "runner")
+SCHEDULER, RUNNER = "scheduler", "runner"
 TIMEOUT_S = 1.0
 MAX_BYTES = 16 * 2**20
 LIVE_PAGE = "/live"
-_NUMBER = re.compile(r"/api-(\d+)\.metrics\.sock$")
+READY_PAGE = "/ready"
+"""`1` while this very process can serve: behind one port any of several may answer."""
+_NUMBER = re.compile(r"-(\d+)\.metrics\.sock$")
 
 
 class Neighbours:
@@ -44,18 +46,22 @@ class Neighbours:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def metrics(self) -> bytes:
-        """The metrics text of all processes; those of several API processes are told apart by the label `process`."""
+        """The metrics text of all processes; those of several API processes are told apart by the label `process`,
+        those of several runners by `replica`."""
         loop = asyncio.get_running_loop()
-        apis = self._apis()
-        paths = [*apis.values(), *(f"{self._directory}/{role}.metrics.sock" for role in OTHERS)]
+        apis, runners = self._apis(), self._numbered(RUNNER)
+        alone = [f"{self._directory}/{role}.metrics.sock" for role in (SCHEDULER, RUNNER)]
+        paths = [*alone, *apis.values(), *runners.values()]
         own, *texts = await asyncio.gather(
             loop.run_in_executor(self._executor, generate_latest, self._metrics.registry),
             *(loop.run_in_executor(self._executor, fetch, path) for path in paths),
         )
+        others = texts[len(alone) :]
         if self.number:
-            by_number = {self.number: own, **dict(zip(apis, texts, strict=False))}
+            by_number = {self.number: own, **dict(zip(apis, others, strict=False))}
             own = merged({str(number): by_number[number] for number in sorted(by_number)})
-        return b"".join([own, *texts[len(apis) :]])
+        replicas = {str(number): text for number, text in zip(runners, others[len(apis) :], strict=True)}
+        return b"".join([own, *texts[: len(alone)], merged(replicas, "replica")])
 
     async def live(self, here: int) -> dict[int, int]:
         """How many generations each API process holds, by number; `here` are this one's."""
@@ -67,24 +73,36 @@ class Neighbours:
         live = {number: msgspec.json.decode(body, type=int) for number, body in zip(apis, answers, strict=True) if body}
         return dict(sorted({**live, self.number: here}.items()))
 
+    def has(self, number: int) -> bool:
+        """Whether there is another API process of this number."""
+        return number in self._apis()
+
+    async def ask(self, number: int, page: str) -> bytes:
+        """What another API process answers for a page; empty if it doesn't."""
+        path = self._apis().get(number)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, fetch, path, page) if path else b""
+
     def _apis(self) -> dict[int, str]:
         """The sockets of the other API processes by their numbers; empty for a process that is alone."""
         if not self.number:
             return {}
-        paths = glob.glob(f"{glob.escape(self._directory)}/api-*.metrics.sock")
-        found = {int(match[1]): path for path in paths if path != self._own and (match := _NUMBER.search(path))}
-        return dict(sorted(found.items()))
+        return {number: path for number, path in self._numbered("api").items() if path != self._own}
+
+    def _numbered(self, role: str) -> dict[int, str]:
+        """The sockets of a role of which there are several, by their numbers."""
+        paths = glob.glob(f"{glob.escape(self._directory)}/{role}-*.metrics.sock")
+        return dict(sorted((int(match[1]), path) for path in paths if (match := _NUMBER.search(path))))
 
 
-def merged(texts: Mapping[str, bytes]) -> bytes:
-    """One text of several processes' texts, each sample with its process as the label `process`.
+def merged(texts: Mapping[str, bytes], label_name: str = "process") -> bytes:
+    """One text of several processes' texts, each sample with its process's name or number as a label.
 
     Not summed: a process that starts again begins at 0, and in a sum that would look like a reset of all of them.
     """
     heads: dict[bytes, list[bytes]] = {}
     samples: dict[bytes, list[bytes]] = {}
     for process, text in texts.items():
-        label = b'process="%s"' % process.encode()
+        label = b'%s="%s"' % (label_name.encode(), process.encode())
         family = b""
         for line in text.splitlines():
             if line.startswith((b"# HELP ", b"# TYPE ")):

@@ -118,7 +118,13 @@ def num_choices(request: Sampling, num_prompts: int, max_choices: int) -> int:
 
 
 def build_params(
-    request: Sampling, defaults: Defaults, limits: Limits, eos: tuple[int, ...], logprobs: int, seed: int
+    request: Sampling,
+    defaults: Defaults,
+    limits: Limits,
+    eos: tuple[int, ...],
+    logprobs: int,
+    seed: int,
+    grammar: str = "",
 ) -> SamplingParams:
     """Everything but `max_tokens` and `choice`, which depend on the prompt: those are filled in by `with_room`."""
     vocab = limits.vocab_size
@@ -160,6 +166,7 @@ def build_params(
         repetition_max_pattern=pattern.max_pattern_size,
         repetition_min_pattern=pattern.min_pattern_size,
         repetition_min_count=pattern.min_count,
+        grammar=grammar,
     )
 
 

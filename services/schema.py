@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -31,6 +31,32 @@ class RepetitionDetection(msgspec.Struct):
     max_pattern_size: int = 0
     min_pattern_size: int = 0
     min_count: int = 0
+
+
+class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """The schema of a `response_format`. It is always kept to the letter, whatever `strict` says."""
+
+    schema: dict[str, Any] | bool | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """OpenAI's field. A key that isn't known is an error: it could be a schema in the wrong place."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's field: one of these."""
+
+    json: dict[str, Any] | bool | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
 
 class Sampling(msgspec.Struct, kw_only=True):
@@ -67,6 +93,15 @@ class Sampling(msgspec.Struct, kw_only=True):
     timeout: float | None = None
     deadline: float | None = None
     routing_key: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, Any] | bool | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
 
 
 class CompletionRequest(Sampling, kw_only=True):
@@ -94,6 +129,7 @@ class Message(msgspec.Struct, omit_defaults=True):
     tool_call_id: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class ChatRequest(Sampling, kw_only=True):
@@ -106,6 +142,10 @@ class ChatRequest(Sampling, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -119,6 +159,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -132,7 +174,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 # Fields that clients send and that change nothing here.
 IGNORED = frozenset(
     "metadata store service_tier parallel_tool_calls reasoning_effort safety_identifier prompt_cache_key "
-    "prompt_cache_retention verbosity truncation_side request_id include_reasoning".split()
+    "prompt_cache_retention verbosity truncation_side request_id include_reasoning guided_decoding_backend".split()
 )
 
 
@@ -144,10 +186,6 @@ def _one_of(*allowed: Any) -> Callable[[Any], bool]:
     return lambda value: value is None or value in allowed
 
 
-def _plain_text(value: Any) -> bool:
-    return value is None or value == {"type": "text"}
-
-
 # Known features this server doesn't have: the values that leave them off are accepted, all others are an error.
 UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "suffix": _absent,
@@ -155,12 +193,9 @@ UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "tool_choice": _one_of("none", "auto"),
     "functions": _absent,
     "function_call": _one_of("none", "auto"),
-    "response_format": _plain_text,
-    "structured_outputs": _absent,
-    "guided_json": _absent,
-    "guided_regex": _absent,
-    "guided_choice": _absent,
-    "guided_grammar": _absent,
+    "guided_json_object": _absent,
+    "guided_whitespace_pattern": _absent,
+    "structural_tag": _absent,
     "prompt_logprobs": _one_of(),
     "prompt_embeds": _absent,
     "logits_processors": _absent,
@@ -201,7 +236,7 @@ def decode(body: bytes, kind: type[R]) -> tuple[R, list[str]]:
         if neutral is None:
             unknown.append(name)
         elif not neutral(msgspec.json.decode(raw)):
-            raise unsupported(name, "" if name != "response_format" else "anything but {'type': 'text'}")
+            raise unsupported(name)
     return request, unknown
 
 

@@ -14,6 +14,7 @@ import uvicorn
 import zmq
 
 from protocol.exposition import new_registry
+from protocol.links import HEARTBEAT_INTERVAL_S
 from protocol.process import StopSignal
 from services.app import build_app
 from services.config import ApiConfig
@@ -23,16 +24,21 @@ from services.errors import unavailable
 from services.metrics import ApiMetrics
 from services.neighbours import Neighbours
 from services.record import Recording, shared_key
+from services.responses.shelf import Shelf
+from services.responses.store import ResponseStore
 from services.sampling import Defaults, load_defaults
 from services.state import ApiState
 from services.text.chat_template import ChatTemplate
 from services.text.tokenizer import Tokenizer
 from services.textpool import TextPool
+from services.tools.dialect import Dialect
+from services.trim import Trimmer
 
 log = logging.getLogger("triptych.api")
 
 CLOSE_WAIT_S = 2  # for connections to take their last bytes once everything is said
 DRAIN_POLL_S = 0.05
+TRIM_PERIOD_S = 0.5
 
 
 class _Uvicorn(uvicorn.Server):
@@ -42,6 +48,12 @@ class _Uvicorn(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave signals alone."""
         yield
+
+
+async def _beat_for_ever(beat: Callable[[], None]) -> None:
+    while True:
+        beat()
+        await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
 
 class ApiServer:
@@ -60,19 +72,32 @@ class ApiServer:
         self.metrics = ApiMetrics(self.registry, config.served_model_name)
         recording = self._open_recording()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.metrics.gauge("connections", "HTTP connections that are open.", lambda: self.num_connections)
         self._fatal = ""
         self._stop: Callable[[], None] = lambda: None
+        self._uvicorn: _Uvicorn | None = None
+        neighbours = Neighbours(config, self.metrics)
         defaults = load_defaults(config.model) if config.generation_config == "auto" else Defaults()
         self.state = ApiState(
             config=config,
             engine=Engine(config, self.metrics, self._context, on_fatal=self._on_fatal),
             text=TextPool(tokenizer, template, config.text_threads),
             metrics=self.metrics,
-            neighbours=Neighbours(config, self.metrics),
+            neighbours=neighbours,
+            responses=Shelf(ResponseStore.of(config), neighbours),
             defaults=defaults,
+            dialect=Dialect.of(tokenizer, template, config.tool_call_parser, config.reasoning_parser),
             recording=recording,
         )
+        store = self.state.responses.store
+        self.metrics.gauge("kept_responses", "Answers of /v1/responses that are kept.", lambda: len(store))
+        self.metrics.gauge("kept_responses_bytes", "What they hold, as JSON.", lambda: store.size)
         self._app = build_app(self.state, keys, admin_keys or [])
+
+    @property
+    def num_connections(self) -> int:
+        """Connections that are open."""
+        return len(self._uvicorn.server_state.connections) if self._uvicorn is not None else 0
 
     def _open_recording(self) -> Recording | None:
         config = self.config
@@ -88,9 +113,17 @@ class ApiServer:
         self._stop()
 
     async def run(
-        self, listener: socket.socket, stop: StopSignal, *, on_listening: Callable[[], None] = lambda: None
+        self,
+        listener: socket.socket,
+        stop: StopSignal,
+        *,
+        on_listening: Callable[[], None] = lambda: None,
+        beat: Callable[[], None] = lambda: None,
     ) -> int:
-        """Serve until `stop` is requested, then drain. Returns the exit code: 1 if the scheduler refused this build."""
+        """Serve until `stop` is requested, then drain. Returns the exit code: 1 if the scheduler refused this build.
+
+        `beat` is called twice a second while the loop turns, first when it begins to accept.
+        """
         connection = functools.partial(
             Connection,
             write_timeout_s=self.config.write_timeout_s,
@@ -109,12 +142,15 @@ class ApiServer:
                 timeout_graceful_shutdown=CLOSE_WAIT_S,
             )
         )
+        self._uvicorn = server
         loop = asyncio.get_running_loop()
         stopping = asyncio.Event()
         self._stop = stopping.set
         loop.add_reader(stop.fileno(), stopping.set)
         self.state.engine.start()
         logger = loop.create_task(self._log_periodically())
+        trimmer = loop.create_task(self._trim_periodically())
+        beating = loop.create_task(_beat_for_ever(beat))
         serving = loop.create_task(server.serve(sockets=[listener]))
         waiting = loop.create_task(stopping.wait())
         on_listening()
@@ -130,11 +166,14 @@ class ApiServer:
             await serving
         finally:
             logger.cancel()
+            trimmer.cancel()
+            beating.cancel()
             waiting.cancel()
             self.state.engine.close()
             if self.state.recording is not None:
                 self.state.recording.close()
             self.state.text.close()
+            self.state.grammars.close()
             self.state.neighbours.close()
             self._context.term()
         return 1 if self._fatal else 0
@@ -147,6 +186,13 @@ class ApiServer:
         deadline = state.clock() + grace
         while state.engine.calls and state.clock() < deadline:
             await asyncio.sleep(DRAIN_POLL_S)
+
+    async def _trim_periodically(self) -> None:
+        trimmer = Trimmer()
+        while True:
+            await asyncio.sleep(TRIM_PERIOD_S)
+            trimmer.look(self.num_connections)
+            self.state.responses.store.sweep()
 
     async def _log_periodically(self) -> None:
         interval = self.config.log_interval_s

@@ -1,4 +1,4 @@
-"""Server-sent events over raw ASGI `send`: headers late, pings while silent, one `[DONE]` at the end.
+"""Server-sent events over raw ASGI `send`: headers late, pings while silent, one end.
 
 It knows nothing about what the events say. Headers go out with `start`, so until then an error can still be a status.
 """
@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from typing import Protocol
 
 from starlette.types import Receive, Send
 
 from services.errors import ApiError
-from services.formats import DONE
 from services.journal import Call
 
 HEADERS = (
@@ -20,14 +20,27 @@ HEADERS = (
     (b"x-accel-buffering", b"no"),
 )
 PING = b": ping\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+class Framing(Protocol):
+    """What a stream carries beside the answer: sent in silence, at the end, and if it fails."""
+
+    ping: bytes
+    done: bytes
+
+    def failure(self, error: ApiError) -> bytes:
+        """The events that end a started stream with an error; `done` follows."""
+        ...
 
 
 class EventStream:
     """One stream of events to one client. While the client lags behind, writes wait and tokens stay in the journal."""
 
-    def __init__(self, send: Send, call: Call) -> None:
+    def __init__(self, send: Send, call: Call, framing: Framing) -> None:
         self._send = send
         self._call = call
+        self._framing = framing
         self.started = False
 
     async def start(self) -> None:
@@ -42,17 +55,17 @@ class EventStream:
             await self._write({"type": "http.response.body", "body": body, "more_body": True})
 
     async def ping(self) -> None:
-        """Send a comment if one is due: proxies close connections that are silent."""
+        """Send a ping if one is due: proxies close connections that are silent."""
         if self._call.ping_due:
-            await self.events((PING,))
+            await self.events((self._framing.ping,))
 
     async def finish(self, last: bytes = b"") -> None:
-        """Send what is left and `[DONE]`, and end the body."""
-        await self._write({"type": "http.response.body", "body": last + DONE, "more_body": False})
+        """Send what is left and the end marker, and end the body."""
+        await self._write({"type": "http.response.body", "body": last + self._framing.done, "more_body": False})
 
     async def fail(self, error: ApiError) -> None:
-        """End a started stream with one error event."""
-        await self.finish(b"data: " + error.body() + b"\n\n")
+        """End a started stream with an error."""
+        await self.finish(self._framing.failure(error))
 
     async def _write(self, message: dict[str, object]) -> None:
         await self._send(message)

@@ -13,11 +13,14 @@ from services.bodies import read_json_body
 from services.config import ApiConfig
 from services.engine import Engine
 from services.errors import ApiError
+from services.grammar_checker import GrammarChecker
 from services.metrics import ApiMetrics
 from services.neighbours import Neighbours
 from services.record import Recording
+from services.responses.shelf import Shelf
 from services.sampling import Defaults
 from services.textpool import TextPool
+from services.tools.dialect import Dialect
 
 log = logging.getLogger("triptych.api")
 
@@ -33,9 +36,12 @@ class ApiState:
     text: TextPool
     metrics: ApiMetrics
     neighbours: Neighbours
+    responses: Shelf
     defaults: Defaults
+    dialect: Dialect
     recording: Recording | None = None
     draining: bool = False
+    grammars: GrammarChecker = field(default_factory=GrammarChecker)
     clock: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
     started: int = field(default_factory=lambda: int(time.time()))

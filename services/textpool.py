@@ -22,7 +22,7 @@ class TextPool:
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, threads: int) -> None:
         self.tokenizer = tokenizer
-        self._template = template
+        self.template = template
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="text")
 
     def close(self) -> None:
@@ -52,9 +52,10 @@ class TextPool:
         add_generation_prompt: bool | None,
         continue_final_message: bool,
         kwargs: dict[str, Any],
+        tools: list[dict[str, Any]] | None = None,
     ) -> str:
         """The prompt of a conversation with `size` characters. Raises ApiError 400 with what the template says."""
-        template = self._template
+        template = self.template
         if template is None:
             raise ApiError(
                 400,
@@ -68,6 +69,7 @@ class TextPool:
                 messages,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                tools=tools,
                 **kwargs,
             )
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
+
 from protocol.messages import Limits
+from services.choice import TextOptions
 from services.conversation import tokenize_chat
 from services.errors import invalid
 from services.formats import ChatFormat
@@ -11,6 +16,9 @@ from services.journal import Call
 from services.routes.endpoint import GenerationEndpoint
 from services.sampling import num_choices, ranged
 from services.schema import ChatRequest
+from services.structured import form_of
+from services.tools.forms import answer_grammar
+from services.tools.request import ToolUse, tool_use
 
 
 class Chat(GenerationEndpoint[ChatRequest]):
@@ -24,8 +32,10 @@ class Chat(GenerationEndpoint[ChatRequest]):
         n = num_choices(request, 1, self.state.config.max_choices)
         logprobs = self._logprobs(request, limits)
         name, asked = self._max_tokens(request)
-        params = self.params(request, limits, logprobs)
-        text_options = self.options(request, logprobs)
+        params = self.params(request, limits, logprobs, "")
+        form = form_of(request)
+        dialect = self.state.dialect
+        use = dialect.fit(tool_use(request.tools, request.tool_choice, request.parallel_tool_calls))
         ids = await tokenize_chat(
             self.state.text,
             request.messages,
@@ -33,18 +43,22 @@ class Chat(GenerationEndpoint[ChatRequest]):
             continue_final_message=request.continue_final_message,
             kwargs=request.chat_template_kwargs,
             add_special_tokens=request.add_special_tokens,
+            tools=use,
         )
+        grammar = await answer_grammar(self.state.grammars.check, dialect, use, form, ids)
+        params = msgspec.structs.replace(params, grammar=grammar)
         options = request.stream_options
         return Job(
             prompts=[self.prompt(ids, request, params, limits, asked, None, (name, "messages"))],
             n=n,
-            options=text_options,
+            options=self._reading(request, logprobs, use, ids),
             format=ChatFormat(
                 self.head(call),
                 self.state.text.tokenizer,
                 logprobs=logprobs,
                 usage_null=bool(options and options.include_usage),
                 token_ids=bool(request.return_token_ids),
+                may_call=use is not None,
             ),
             stream=bool(request.stream),
             include_usage=bool(options and options.include_usage),
@@ -52,6 +66,18 @@ class Chat(GenerationEndpoint[ChatRequest]):
             chunk_token_ids=bool(request.return_token_ids),
             terms=self.terms(request, call),
         )
+
+    def _reading(self, request: ChatRequest, logprobs: int, use: ToolUse | None, prompt_ids: list[int]) -> TextOptions:
+        """How tokens become a message."""
+        options = self.options(request, logprobs)
+        reader = self.state.dialect.reader(
+            use,
+            prompt_ids,
+            self.state.engine.draw_seed,
+            show_reasoning=request.include_reasoning is not False,
+            hide_special=options.skip_special_tokens,
+        )
+        return replace(options, reader=reader, shown=self.state.dialect.shown(use))
 
     def _logprobs(self, request: ChatRequest, limits: Limits) -> int:
         """How many alternatives to report; -1 for no log-probabilities."""

@@ -41,7 +41,7 @@ class Completions(GenerationEndpoint[CompletionRequest]):
         else:
             ids = self._ids(request, limits)
             n = num_choices(request, len(ids), self.state.config.max_choices)
-        params = self.params(request, limits, logprobs)
+        params = self.params(request, limits, logprobs, await self.grammar(request))
         names = ("max_tokens", "prompt")
         prompts = [
             self.prompt(one, request, params, limits, request.max_tokens, DEFAULT_MAX_TOKENS, names) for one in ids

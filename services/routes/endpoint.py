@@ -1,4 +1,4 @@
-"""What both generation endpoints do around their own fields: body, model, limits, sampling, then the generator."""
+"""What all generation endpoints do around their own fields: body, model, limits, sampling, then the generator."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from protocol.messages import Limits, SamplingParams
 from services import schema
+from services.bodies import may_answer_unread
 from services.choice import TextOptions
 from services.errors import invalid, unavailable
 from services.formats import Head
@@ -18,6 +19,7 @@ from services.journal import Call, Terms
 from services.sampling import build_params, milliseconds, output_limit, ranged, room, seed_of, stop_strings
 from services.sse import DisconnectWatch
 from services.state import ApiState
+from services.structured import form_of
 
 MAX_NAME = 1024
 
@@ -38,20 +40,45 @@ class GenerationEndpoint(ABC, Generic[R]):
         state = self.state
         if state.draining:
             raise unavailable("The server is shutting down", "shutting_down")
+        if may_answer_unread(scope):
+            self._turn_away()
         body = await state.read_body(scope, receive)
+        self._turn_away()
         call = Call(state.clock, scope["state"]["request_id"], scope["state"].get("tenant", ""))
         with DisconnectWatch(receive, call):
             try:
-                job = await self._job(body, call)
-                await Generator(state, call, job).run(receive, send)
+                await self.respond(await self._job(body, call), call, send)
             finally:
-                state.engine.release(call)
-                if state.recording is not None:
-                    state.recording.over(call)
+                self.over(call)
+
+    async def respond(self, job: Job, call: Call, send: Send) -> None:
+        """Run the job and send the answer."""
+        generator = Generator(self.state, call, job)
+        await generator.begin()
+        await generator.answer(send)
+
+    def over(self, call: Call) -> None:
+        """Let go of a call, whatever happened to it."""
+        self.state.engine.release(call)
+        if self.state.recording is not None:
+            self.state.recording.over(call)
+        call.close()
+
+    def _turn_away(self, priority: int | None = None) -> None:
+        """ApiError 503 for a request that the scheduler would refuse; the earlier, the less it costs."""
+        refusal = self.state.engine.door.refusal(priority)
+        if refusal is not None:
+            self.state.metrics.turned_away()
+            raise refusal
 
     async def _job(self, body: bytes, call: Call) -> Job:
         request, unknown = schema.decode(body, self.request_type)
         self.state.note_unknown(unknown)
+        return await self._checked(request, call)
+
+    async def _checked(self, request: R, call: Call) -> Job:
+        """The job for a request whose types are right."""
+        self._turn_away(request.priority or 0)
         self.state.check_model(request.model)
         if request.stream_options is not None and not request.stream:
             raise invalid("stream_options: only allowed with stream", "stream_options")
@@ -84,12 +111,18 @@ class GenerationEndpoint(ABC, Generic[R]):
             routing_key=request.routing_key or "",
         )
 
-    def params(self, request: R, limits: Limits, logprobs: int) -> SamplingParams:
+    async def grammar(self, request: R) -> str:
+        """The grammar that the answer has to keep, checked; "" if there is none."""
+        form = form_of(request)
+        return "" if form is None else await self.state.grammars.check(form)
+
+    def params(self, request: R, limits: Limits, logprobs: int, grammar: str) -> SamplingParams:
         """Sampling parameters without a token limit, with a seed."""
         seed = seed_of(request)
         if seed is None:
             seed = self.state.engine.draw_seed()
-        return build_params(request, self.state.defaults, limits, self.state.eos_token_ids, logprobs, seed)
+        ends = self.state.eos_token_ids
+        return build_params(request, self.state.defaults, limits, ends, logprobs, seed, grammar)
 
     def options(self, request: R, logprobs: int) -> TextOptions:
         """How tokens become text."""

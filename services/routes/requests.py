@@ -11,7 +11,7 @@ from starlette.responses import Response
 from services.errors import ApiError, printable, unavailable
 from services.state import ApiState
 
-PREFIXES = ("chatcmpl-", "cmpl-")
+PREFIXES = ("chatcmpl-", "cmpl-", "msg_")
 MAX_NAME = 256
 OTHERS_FIELDS = frozenset({"by", "by_label"})
 """What an event says about somebody else's request."""
@@ -58,7 +58,7 @@ class RequestRoutes:
         return []
 
     async def _ask(self, arguments: dict[str, str], tenant: str | None) -> list[Any]:
-        reply = await self._state.engine.ask("timeline", arguments)
+        reply = await self._state.engine.questions.ask("timeline", arguments)
         body = msgspec.json.decode(reply.body)
         if reply.ok:
             records: list[Any] = body.get("requests", [body])

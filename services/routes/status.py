@@ -23,7 +23,8 @@ class StatusRoutes:
     async def health(self, request: Request) -> Response:
         """200 while the whole chain works, 503 with the reason otherwise. Draining is still healthy."""
         problem = self.state.engine.chain.problem()
-        return _json({"status": "unhealthy" if problem else "ok", "reason": problem or None}, 503 if problem else 200)
+        body = {"status": "unhealthy" if problem else "ok", "reason": problem or None}
+        return _json(body | self.state.engine.chain.replicas(), 503 if problem else 200)
 
     async def ready(self, request: Request) -> Response:
         """200 while new requests are welcome, 503 with the reason otherwise."""
@@ -33,9 +34,8 @@ class StatusRoutes:
             problem = "the model's limits are not known yet"
         if not problem and chain.status is not None and chain.status.draining:
             problem = "the scheduler is draining"
-        return _json(
-            {"status": "not ready" if problem else "ready", "reason": problem or None}, 503 if problem else 200
-        )
+        body = {"status": "not ready" if problem else "ready", "reason": problem or None}
+        return _json(body | chain.replicas(), 503 if problem else 200)
 
     async def version(self, request: Request) -> Response:
         """The program's version and the protocol it speaks."""

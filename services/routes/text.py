@@ -13,6 +13,7 @@ from services.conversation import tokenize_chat
 from services.errors import invalid
 from services.sampling import check_ids
 from services.state import ApiState
+from services.tools.request import tool_use
 
 
 class Tokenize:
@@ -51,6 +52,7 @@ class Tokenize:
             continue_final_message=request.continue_final_message,
             kwargs=request.chat_template_kwargs,
             add_special_tokens=request.add_special_tokens,
+            tools=tool_use(request.tools, request.tool_choice, None),
         )
 
 

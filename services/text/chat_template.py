@@ -51,6 +51,7 @@ class ChatTemplate:
         if "default" not in sources:
             raise TemplateError(f"the model has several chat templates ({', '.join(sorted(sources))}) and no default")
         self._templates = {name: CompiledTemplate(text, now) for name, text in sources.items()}
+        self.source = "\n".join(sources.values())
         self._variables = dict(special_tokens or {})
         self._variables |= {
             name: token for name, token in (("bos_token", bos_token), ("eos_token", eos_token)) if token is not None
@@ -63,6 +64,11 @@ class ChatTemplate:
         if not tokenizer.chat_templates:
             return None
         return cls(tokenizer.chat_templates, special_tokens=tokenizer.special_tokens)
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether it puts tools into the prompt."""
+        return "tool_use" in self._templates or "tools" in self._templates["default"].variables
 
     def render(
         self,

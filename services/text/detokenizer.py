@@ -29,6 +29,7 @@ class Delta(NamedTuple):
 class Detokenizer:
     """The text of one output. The joined deltas and `finish()` equal `Tokenizer.decode` of all its tokens at once.
 
+    - Special tokens are skipped if asked, but those in `shown` never.
     - A character spread over several tokens is sent when its last byte is there. What is still incomplete at the end
       becomes U+FFFD, once. The cost per token doesn't depend on the length of the output.
     - With a prompt, the output goes on from it: a first token `▁Hi` keeps its space, and a character whose first bytes
@@ -44,12 +45,13 @@ class Detokenizer:
         *,
         prompt_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
         stop: Sequence[str] = (),
         include_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset()
         self._matcher = StopMatcher(stop, include_stop) if stop else None
         self._min_tokens = min_tokens
         self._decoder = _utf8("replace")

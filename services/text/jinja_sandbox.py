@@ -14,6 +14,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -128,7 +129,7 @@ def _tojson(
 
 
 class CompiledTemplate:
-    """One template, compiled. Safe to use from several threads at once."""
+    """One template, compiled. Safe to use from several threads at once. `variables`: what it reads from outside."""
 
     def __init__(self, source: str, now: Callable[[], datetime]) -> None:
         environment = _Environment(
@@ -142,7 +143,9 @@ class CompiledTemplate:
             "namespace": _Namespace,
         }
         try:
-            code = environment.compile(_bounded(environment.parse(source)))
+            parsed = environment.parse(source)
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(parsed))
+            code = environment.compile(_bounded(parsed))
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(
                 f"the chat template is not valid Jinja: {error.message} (line {error.lineno})"

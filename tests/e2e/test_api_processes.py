@@ -121,6 +121,26 @@ def test_a_killed_process_takes_only_its_own_streams_with_it_and_comes_back(serv
     assert server.request("POST", "/v1/completions", COMPLETION).status == 200
 
 
+def test_a_stopped_process_is_killed_and_started_again_and_the_others_streams_go_on() -> None:
+    with running_server(*SIM, "--api-processes", "2", "--hang-timeout-s", "2", "--lease-s", "1") as server:
+        wait_until(lambda: len(apis(server)) == 2 and len(load_of(server)) == 2, 30, "two API processes")
+        streams = streams_on_several(server)
+        stopped = apis(server)[1]
+        stopped.suspend()
+        with ThreadPoolExecutor(8) as pool:
+            answers = pool.map(lambda _: server.request("POST", "/v1/completions", COMPLETION).status, range(16))
+            assert list(answers) == [200] * 16, "the other one accepts"
+        wait_until(lambda: "api-1 hangs (no sign of life for 2 s), killing it" in server.log(), 30, "the hang's end")
+        for stream in streams:
+            stream.join()
+        broken = [stream for stream in streams if stream.broken]
+        assert all(stream.broken or stream.whole for stream in streams) and 0 < len(broken) < len(streams)
+        wait_until(lambda: apis(server).get(1) not in (None, stopped), 30, "the process's return")
+        wait_until(lambda: set(load_of(server)) == {"1", "2"}, 30, "its answer")
+        for stream in broken:
+            assert record(server, stream.name)["status"] == "ABORTED"
+
+
 def test_clients_wait_while_all_api_processes_are_dead(server: Server) -> None:
     dead = apis(server)
     for process in dead.values():

@@ -153,12 +153,15 @@ def test_a_prompt_in_parts_gives_the_tokens_of_the_whole_and_waits_without_a_slo
     assert api.end_of(number).status is RequestStatus.LENGTH and api.tokens[number] == whole
 
 
-def test_the_real_model_says_that_it_has_neither(served: Server) -> None:
+def test_the_real_model_compiles_grammars_says_why_it_cannot_and_has_no_kv_sources(served: Server) -> None:
     with bare_api(served) as api:
-        refused = submit(api, PROMPT, grammar="json_schema:{}")
+        refused = submit(api, PROMPT, grammar="regex:(a")
         ended = api.end_of(refused)
         assert (ended.status, ended.code) == (RequestStatus.ERROR, "invalid_grammar")
-        assert ended.message == "this runner compiles no grammars"
+        assert "unclosed group" in ended.message
+        bound = submit(api, PROMPT, grammar="regex:[0-9]+")
+        assert api.end_of(bound).status is RequestStatus.LENGTH
+        assert api.tokens[bound] != answer(api, PROMPT, salt="free")
         assert answer(api, PROMPT, salt="a", kv_source="store") == answer(api, PROMPT, salt="b")
 
 

@@ -9,11 +9,13 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import psutil
 import pytest
 from harness import Command, Server, running_command, running_server, wait_until
 
+from protocol.places import holder_pid
 from protocol.process import EXIT_REPLACED
 from tests.e2e.kit import samples_of
 from tests.e2e.operate import runtime_dir_of
@@ -149,6 +151,22 @@ def test_a_second_scheduler_without_takeover_says_who_holds_the_place_and_ends()
             assert f"another live process listens there: pid {holder}, since 20" in second.log()
             assert "--takeover" in second.log()
         assert stream.end() and status_of(server, "triptych_scheduler_epoch") > 0
+
+
+def test_of_two_schedulers_started_in_one_instant_one_serves_and_the_other_says_who_does(runtime_dir: Path) -> None:
+    environment = {"TRIPTYCH_RUNTIME_DIR": str(runtime_dir)}
+    with running_command("scheduler", env=environment) as one, running_command("scheduler", env=environment) as other:
+        wait_until(lambda: holder(runtime_dir), 30, "a winner")
+        winner, loser = (one, other) if holder(runtime_dir) == one.pid else (other, one)
+        assert loser.wait() == EXIT_REPLACED
+        assert f"another live process listens there: pid {winner.pid}, since 20" in loser.log()
+        assert holder(runtime_dir) == winner.pid and winner.process.poll() is None
+        assert winner.stop() == 0
+    assert os.listdir(runtime_dir) == []
+
+
+def holder(runtime_dir: Path) -> int | None:
+    return holder_pid(str(runtime_dir / "scheduler.sock"))
 
 
 def test_a_second_scheduler_elsewhere_does_not_get_the_runner_and_says_who_has_it() -> None:

@@ -81,6 +81,10 @@ class FakeScheduler:
         self.runner = "ready"
         self.stalled_ms = 0
         self.waiting_timeout_ms = 0
+        self.queue_limit, self.queued, self.displaces, self.least_urgent = 0, 0, False, 0
+        self.replicas: tuple[int, ...] = ()
+        self.draining = False
+        self.reports = True
         self.silent = False
         self.top: list[tuple[int, float]] | None = None
         self._work: queue.Queue[Callable[[], None]] = queue.Queue()
@@ -134,11 +138,23 @@ class FakeScheduler:
             self.tokens_allowed = 10**9
             self.refuse = lambda submit: None
             self.cached_tokens, self.stalled_ms, self.waiting_timeout_ms = 0, 0, 0
+            self.queue_limit, self.queued, self.displaces, self.least_urgent = 0, 0, False, 0
+            self.draining, self.reports = False, True
             self.runner = "ready"
             self.top = None
             self._send_status()
 
         self.call(clear)
+
+    def report(self, **levels: int) -> None:
+        """Say how full the queue is (`queue_limit`, `queued`, ...), now and from now on."""
+
+        def work() -> None:
+            for name, value in levels.items():
+                setattr(self, name, value)
+            self._send_status()
+
+        self.call(work)
 
     def send_outputs(self, outputs: Outputs) -> None:
         """Send a message as it is to every API."""
@@ -166,11 +182,13 @@ class FakeScheduler:
 
     def _send_status(self) -> None:
         status = SchedulerStatus(
-            self.epoch, self.runner, len(self.live), 0, 0.25, self.stalled_ms,
-            limits=self.limits, waiting_timeout_ms=self.waiting_timeout_ms,
+            self.epoch, self.runner, len(self.live), 0, 0.25, self.stalled_ms, self.draining, self.limits,
+            self.waiting_timeout_ms, self.queue_limit, self.queued, self.displaces, self.least_urgent,
+            *self.replicas,
         )  # fmt: skip
         self._to_all(Heartbeat(time.time_ns()))
-        self._to_all(status)
+        if self.reports:
+            self._to_all(status)
 
     def _to_all(self, message: object) -> None:
         for peer in self.channel.peers:

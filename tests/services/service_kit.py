@@ -17,8 +17,8 @@ from protocol.messages import Limits, Submit
 from protocol.process import StopSignal
 from services.config import ApiConfig
 from services.listen import listen
+from services.main import load_template
 from services.server import ApiServer
-from services.text.chat_template import ChatTemplate
 from services.text.tokenizer import Tokenizer
 from tests.services.fake_scheduler import FakeScheduler
 
@@ -50,7 +50,8 @@ class Service:
         self._listening = threading.Event()
         listener = listen(config)
         self.address = "http://uds" if config.uds else f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self.server = ApiServer(config, tokenizer, ChatTemplate.of(tokenizer), keys, list(config.admin_key))
+        template = load_template(config, tokenizer)
+        self.server = ApiServer(config, tokenizer, template, keys, list(config.admin_key))
         self.state = self.server.state
 
         def run() -> None:

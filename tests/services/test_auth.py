@@ -16,6 +16,13 @@ KEYS = ["sk-first-key-1", "sk-zweiter-schlüssel"]
 ROUTES = [
     "POST /v1/completions",
     "POST /v1/chat/completions",
+    "POST /v1/messages",
+    "POST /v1/messages/count_tokens",
+    "POST /v1/responses",
+    "GET /v1/responses/resp_1",
+    "DELETE /v1/responses/resp_1",
+    "POST /v1/responses/resp_1/cancel",
+    "GET /v1/responses/resp_1/input_items",
     "GET /v1/models",
     f"GET /v1/models/{MODEL}",
     "POST /tokenize",

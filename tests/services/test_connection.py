@@ -171,6 +171,33 @@ def test_a_slow_reader_gets_everything_and_slows_nobody(make_service: MakeServic
     service.close()
 
 
+def test_while_readers_are_stuck_each_token_of_the_others_comes_as_soon_as_it_is_made(
+    service: Service, wait_until: WaitUntil
+) -> None:
+    scheduler = scheduler_of(service)
+    scheduler.top = [(token, -0.5) for token in range(1000, 1020)]
+    service.answer = [5] * 10_000
+    ask = request(stream=True, n=8, logprobs=20, max_tokens=300, ignore_eos=True)
+    lagging = [stuck(service, ask) for _ in range(4)]
+    scheduler.wait_for(lambda: len(scheduler.record.submits) == 32 and not scheduler.live, "the end of all choices")
+    with connect(service) as client:
+        scheduler.tokens_allowed = 0
+        client.sendall(request(stream=True, return_token_ids=True, max_tokens=20, ignore_eos=True))
+        reader = client.makefile("rb")
+        seen = 0
+        for allowed in range(1, 21):
+            scheduler.call(lambda allowed=allowed: setattr(scheduler, "tokens_allowed", allowed))
+            while seen < allowed:
+                line = reader.readline()
+                if line.startswith(b"data: {"):
+                    seen += sum(len(choice["token_ids"] or ()) for choice in json.loads(line[6:])["choices"])
+            assert seen == allowed
+    assert len(service.state.engine.calls) >= 4, "all that time nobody read the other answers"
+    for one in lagging:
+        one.close()
+    wait_until(lambda: not service.state.engine.calls, 10, "the calls to be released")
+
+
 def test_tokens_for_a_reader_that_lags_wait_as_tokens_and_not_as_text(service: Service, wait_until: WaitUntil) -> None:
     """While a client doesn't read, the server holds the transport's buffer, one message and up to max_tokens ids."""
     scheduler = scheduler_of(service)
@@ -191,5 +218,24 @@ def test_tokens_for_a_reader_that_lags_wait_as_tokens_and_not_as_text(service: S
 def test_a_connection_that_never_asks_is_closed(make_service: MakeService) -> None:
     service = make_service(keep_alive_s=1)
     with connect(service) as client:
+        assert client.recv(1) == b""
+    service.close()
+
+
+def test_the_number_of_open_connections_is_exported(service: Service, wait_until: WaitUntil) -> None:
+    def connections() -> float:
+        return service.state.metrics.value("connections")
+
+    before = connections()
+    with connect(service), connect(service):
+        wait_until(lambda: connections() == before + 2, 10, "both connections")
+    wait_until(lambda: connections() == before, 10, "their end")
+
+
+@pytest.mark.parametrize("part", [b"GET /vers", b"GET /version HTTP/1.1\r\nHost"])
+def test_a_connection_whose_request_stops_coming_is_closed(make_service: MakeService, part: bytes) -> None:
+    service = make_service(keep_alive_s=1)
+    with connect(service) as client:
+        client.sendall(part)
         assert client.recv(1) == b""
     service.close()

@@ -12,7 +12,13 @@ import pytest
 from tests.services.fake_scheduler import FakeScheduler
 from tests.services.service_kit import MODEL, MakeService, Service, connect, stream_lines
 
-PATHS = {"/v1/completions": {"prompt": "x"}, "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]}}
+MESSAGES = [{"role": "user", "content": "x"}]
+PATHS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "x"},
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/messages": {"messages": MESSAGES},
+    "/v1/responses": {"input": "x", "max_tokens": None, "max_output_tokens": 500},
+}
 
 
 def send(service: Service, path: str, **fields: Any) -> socket.socket:

@@ -10,6 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services import schema
+from services.anthropic.schema import MessagesRequest
+from services.responses.schema import ResponsesRequest
 from tests.services.service_kit import MODEL, Service, payloads
 
 FIELDS = sorted(
@@ -17,6 +19,7 @@ FIELDS = sorted(
     | set(schema.UNSUPPORTED)
     | schema.IGNORED
 )
+OTHER_FIELDS = sorted({*MessagesRequest.__struct_fields__, *ResponsesRequest.__struct_fields__})
 KEYS = st.text(max_size=4) | st.sampled_from(["role", "content", "type", "text", "1"])
 VALUES = st.recursive(
     st.none()
@@ -36,6 +39,30 @@ VALUES = st.recursive(
     max_leaves=6,
 )
 ALMOST_JSON = st.text(alphabet='{}[]":,0123456789eE+-.truefalsn\\ud8', max_size=40).map(str.encode)
+DEEPER = st.recursive(
+    VALUES,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.fixed_dictionaries(
+            {
+                "type": st.sampled_from(
+                    ["message", "text", "tool_use", "tool_result", "function_call", "reasoning", "x"]
+                )
+            },
+            optional={
+                "role": st.sampled_from(["user", "assistant", "system"]),
+                "content": inner,
+                "text": inner,
+                "name": inner,
+                "id": inner,
+                "call_id": st.text(max_size=2),
+                "arguments": st.text(max_size=3),
+                "output": inner,
+            },
+        )
+    ),
+    max_leaves=8,
+)
 BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4)
 
 
@@ -60,6 +87,32 @@ def test_any_fields_get_an_answer(service: Service, path: str, fields: dict[str,
         assert payloads(response.text)[-1] == "[DONE]"
     else:
         assert response.json()["usage"]["completion_tokens"] >= 1
+    assert service.state.engine.num_live() == 0
+
+
+@settings(
+    max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    path=st.sampled_from(["messages", "responses"]),
+    fields=st.dictionaries(st.sampled_from(OTHER_FIELDS), VALUES | DEEPER, max_size=4),
+)
+def test_any_fields_of_the_other_apis_get_an_answer(service: Service, path: str, fields: dict[str, Any]) -> None:
+    limits: dict[str, Any] = {"max_tokens": 2} if path == "messages" else {"max_tokens": None, "max_output_tokens": 2}
+    base: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]} if path == "messages" else {"input": "x"}
+    body = {**base, **fields, **limits, "background": None, "model": MODEL}
+    headers = {"Content-Type": "application/json"}
+    response = service.http.post(f"/v1/{path}", content=json.dumps(body), headers=headers)
+    assert response.status_code in (200, 400, 404), response.text
+    if response.status_code != 200:
+        error = response.json()["error"]
+        assert error["message"]
+        assert response.status_code == 400 or error["code"] == "response_not_found"
+    elif response.headers["content-type"].startswith("text/event-stream"):
+        last = json.loads(response.text.removesuffix("\n\n").rpartition("\ndata: ")[2])["type"]
+        assert last in ("message_stop", "response.completed", "response.incomplete")
+    else:
+        assert response.json()["usage"]["output_tokens"] >= 1
     assert service.state.engine.num_live() == 0
 
 

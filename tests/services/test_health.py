@@ -51,6 +51,17 @@ def test_a_broken_runner_shows_in_health_and_its_return_too(
     wait_until(lambda: status(service, "/health")[0] == 200, 10, "health to return")
 
 
+def test_of_several_runners_the_number_that_is_up_is_said(service: Service, wait_until: WaitUntil) -> None:
+    scheduler = service.scheduler
+    assert scheduler is not None
+    assert "replicas" not in service.http.get("/ready").json()
+    scheduler.call(lambda: setattr(scheduler, "replicas", (3, 2)))
+    wait_until(lambda: service.http.get("/ready").json().get("replicas") == 3, 10, "the report")
+    for path in ("/health", "/ready"):
+        response = service.http.get(path)
+        assert response.status_code == 200 and response.json()["replicas_up"] == 2
+
+
 def test_a_long_prefill_is_healthy(service: Service, wait_until: WaitUntil) -> None:
     scheduler = service.scheduler
     assert scheduler is not None

@@ -63,6 +63,24 @@ def test_a_metric_that_only_one_process_has_is_kept() -> None:
     assert samples(merged({"1": b"", "2": b"# TYPE a gauge\na 3\n"})) == [("a", (("process", "2"),), 3.0)]
 
 
+def test_the_texts_of_several_runners_are_told_apart_by_their_replica(make_service: MakeService) -> None:
+    service = make_service()
+    servers = []
+    try:
+        for number in (0, 1, 10):
+            registry = CollectorRegistry()
+            Gauge("triptych_runner_size", "A size.", registry=registry).set(number)
+            path = f"{service.config.runtime_dir}/runner-{number}.metrics.sock"
+            servers.append(serve_metrics(registry, unix_path=path))
+        families = text_string_to_metric_families(service.http.get("/metrics").text)
+        found = {s.labels["replica"]: s.value for f in families for s in f.samples if s.name == "triptych_runner_size"}
+        assert found == {"0": 0, "1": 1, "10": 10}
+    finally:
+        for server in servers:
+            server.close()
+        service.close()
+
+
 @pytest.fixture
 def first(make_service: MakeService) -> Iterator[Service]:
     """The first of several API processes; the others are what a test puts into its runtime directory."""

@@ -194,10 +194,8 @@ def test_messages_that_cannot_be_rendered_are_refused(service: Service, messages
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]), ("tool_choice", "required"),
-        ("functions", [{"name": "f"}]), ("response_format", {"type": "json_object"}),
-        ("response_format", {"type": "json_schema"}), ("response_format", {"type": "yaml"}),
-        ("guided_regex", "a+"), ("structured_outputs", {"json": {}}), ("prompt_logprobs", 0), ("suffix", "x"),
+        ("functions", [{"name": "f"}]), ("guided_json_object", True), ("guided_whitespace_pattern", " "),
+        ("structural_tag", "{}"), ("prompt_logprobs", 0), ("suffix", "x"),
         ("bad_words", ["x"]), ("logits_processors", ["x"]), ("use_beam_search", True), ("audio", {"voice": "x"}),
         ("chat_template", "{{ x }}"),
     ],

@@ -1,0 +1,165 @@
+"""The events of a streamed response, and the whole one. Keeps the response's record up to date as it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from services.choice import Piece
+from services.errors import ApiError
+from services.formats import Usage, Whole
+from services.responses.answer import IN_PROGRESS, Response
+from services.responses.items import JsonItem, new_id
+from services.sse import PING
+from services.tools.calls import CallDelta
+from services.translate import in_order
+
+_encode = msgspec.json.Encoder().encode
+MESSAGE, REASONING, CALL = "message", "reasoning", "function_call"
+_PREFIXES = {MESSAGE: "msg", REASONING: "rs", CALL: "fc"}
+_TEXTS = {MESSAGE: "output_text", REASONING: "reasoning_text", CALL: "function_call_arguments"}
+_DELTA = (
+    b'event: response.%b.delta\ndata: {"type":"response.%b.delta","sequence_number":%d,"item_id":"%b",'
+    b'"output_index":%d,%b"delta":%b%b}\n\n'
+)
+
+
+class ResponsesFormat:
+    """One response's. Output items come one after the other; each begins with its first text."""
+
+    ping = PING
+    done = b""
+
+    def __init__(self, response: Response) -> None:
+        self.response = response
+        self._sequence = 0
+        self._kind = ""
+        self._item_id = ""
+        self._call = CallDelta(0)
+        self._texts: list[str] = []
+        self._reason = ""
+
+    def opening(self) -> bytes:
+        """The response exists, and is under way."""
+        return self._about("response.created") + self._about("response.in_progress")
+
+    def first(self, index: int, prompt_ids: Sequence[int]) -> bytes:
+        """Nothing: which item comes first isn't known yet."""
+        return b""
+
+    def chunk(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
+        """New text of items that begin, go on and end."""
+        events: list[bytes] = []
+        for kind, text, call in in_order(piece, REASONING, MESSAGE, CALL):
+            if call is not None and call.id:
+                events += self._begin(CALL, call)
+            if text:
+                events += self._say(kind, text)
+        if piece.finish_reason is not None:
+            self._reason = piece.finish_reason
+            if not self._kind and not self.response.output:
+                events += self._begin(MESSAGE)
+            events += self._end(_status(self._reason))
+        return b"".join(events)
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        """The response is over."""
+        self.response.finish(self._reason, usage)
+        return self._about(f"response.{self.response.status}")
+
+    def answer(self, choices: list[Whole], usage: Usage) -> bytes:
+        """The whole response."""
+        (whole,) = choices
+        items: list[tuple[str, str, CallDelta]] = []
+        if whole.reasoning:
+            items.append((REASONING, whole.reasoning, self._call))
+        if whole.text or not (whole.reasoning or whole.calls):
+            items.append((MESSAGE, whole.text, self._call))
+        items += [(CALL, call.arguments, call) for call in whole.calls]
+        for number, (kind, text, call) in enumerate(items, 1):
+            status = _status(whole.finish_reason) if number == len(items) else "completed"
+            self.response.output.append(_item(kind, new_id(_PREFIXES[kind]), status, text, call))
+        self.response.finish(whole.finish_reason, usage)
+        return _encode(self.response.payload())
+
+    def failure(self, error: ApiError) -> bytes:
+        """The response is over and broken."""
+        self.response.fail(error)
+        return self._about("response.failed")
+
+    def _say(self, kind: str, text: str) -> list[bytes]:
+        events = self._begin(kind) if self._kind != kind else []
+        self._texts.append(text)
+        name, id, index = _TEXTS[kind].encode(), self._item_id.encode(), len(self.response.output)
+        part = b"" if kind == CALL else b'"content_index":0,'
+        tail = b',"logprobs":[]' if kind == MESSAGE else b""
+        events.append(_DELTA % (name, name, self._sequence, id, index, part, _encode(text), tail))
+        self._sequence += 1
+        return events
+
+    def _begin(self, kind: str, call: CallDelta | None = None) -> list[bytes]:
+        """An item begins, and with it the only part of its content."""
+        events = self._end("completed")
+        self._kind, self._item_id, self._texts = kind, new_id(_PREFIXES[kind]), []
+        self._call = call or self._call
+        item = _item(kind, self._item_id, IN_PROGRESS, "", self._call)
+        place = self._place()
+        if kind != CALL:
+            item["content"] = []
+        events.append(self._event("response.output_item.added", output_index=place["output_index"], item=item))
+        if kind != CALL:
+            events.append(self._event("response.content_part.added", **place, part=_part(kind, "")))
+        return events
+
+    def _end(self, status: str) -> list[bytes]:
+        """The item under way ends, if there is one."""
+        if not self._kind:
+            return []
+        kind, text, place = self._kind, "".join(self._texts), self._place()
+        item = _item(kind, self._item_id, status, text, self._call)
+        name = f"response.{_TEXTS[kind]}.done"
+        if kind == CALL:
+            events = [self._event(name, **place, name=self._call.name, arguments=text)]
+        else:
+            extra: dict[str, Any] = {"logprobs": []} if kind == MESSAGE else {}
+            events = [
+                self._event(name, **place, text=text, **extra),
+                self._event("response.content_part.done", **place, part=_part(kind, text)),
+            ]
+        events.append(self._event("response.output_item.done", output_index=place["output_index"], item=item))
+        self.response.output.append(item)
+        self._kind = ""
+        return events
+
+    def _place(self) -> dict[str, Any]:
+        place: dict[str, Any] = {"item_id": self._item_id, "output_index": len(self.response.output)}
+        return place if self._kind == CALL else {**place, "content_index": 0}
+
+    def _about(self, kind: str) -> bytes:
+        return self._event(kind, response=self.response.payload())
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        body = {"type": kind, "sequence_number": self._sequence, **fields}
+        self._sequence += 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode(body))
+
+
+def _status(reason: str) -> str:
+    return "completed" if reason in ("stop", "tool_calls") else "incomplete"
+
+
+def _item(kind: str, id: str, status: str, text: str, call: CallDelta) -> JsonItem:
+    item: JsonItem = {"id": id, "type": kind, "status": status}
+    if kind == CALL:
+        return {**item, "call_id": call.id, "name": call.name, "arguments": text}
+    if kind == REASONING:
+        return {**item, "summary": [], "content": [_part(kind, text)]}
+    return {**item, "role": "assistant", "content": [_part(kind, text)]}
+
+
+def _part(kind: str, text: str) -> JsonItem:
+    if kind == REASONING:
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
