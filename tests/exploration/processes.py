@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache
 from hashlib import blake2b
@@ -21,7 +22,7 @@ from protocol.process import EXIT_REPLACED
 from protocol.scheduler_links import Stopped
 from runner.config import RunnerConfig
 from runner.link import SchedulerLink, Work
-from runner.main import Loop
+from runner.loop import Loop
 from runner.sim import SimulatedExecutor
 from scheduler.config import SchedulerConfig
 from scheduler.process import SchedulerProcess
@@ -44,7 +45,7 @@ class Violation(AssertionError):
     course: Sequence[str] = ()
 
 
-class Process:
+class Process(ABC):
     """What all three have in common. `life` counts the starts."""
 
     role = ""
@@ -64,9 +65,9 @@ class Process:
         digest.update(data)
         self.history = digest.digest()
 
+    @abstractmethod
     def turn(self) -> None:
         """Take in what has arrived, do what time asks for."""
-        raise NotImplementedError
 
     def receive(self) -> None:
         """Take in what has arrived."""
@@ -198,7 +199,7 @@ class SchedulerHost(Process):
         metrics: Any = Ignored()
         with reproducible(f"scheduler {life}"):
             self.process = SchedulerProcess(
-                scheduler_config(scenario, takeover), self.context, metrics, clock=clock.now
+                scheduler_config(scenario, takeover), self.context, [metrics], clock=clock.now
             )
         self.turn()
 
