@@ -17,8 +17,8 @@ GPU_COMPILE_ARGS ?=
 GPU_PACK_ARGS ?=
 GPU_CHECK_ARGS ?=
 GPU_PYTHON ?= python3
-# Many tests wait for processes and deadlines rather than for the CPU: three at a time use two cores well.
-TEST_ARGS ?= -n 3 --dist loadfile
+# Many tests wait for processes and deadlines rather than for the CPU: two at a time use two cores well.
+TEST_ARGS ?= -n 2 --dist loadfile
 
 .PHONY: serve test chaos explore lint format experiments gpu-compile gpu-pack gpu-check clean help
 .DEFAULT_GOAL := help
