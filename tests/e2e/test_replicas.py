@@ -29,7 +29,7 @@ def pair() -> Iterator[Server]:
 
 def wait_for_both(server: Server) -> None:
     """Wait until both replicas are up."""
-    wait_until(lambda: server.request("GET", "/ready").json().get("replicas_up") == 2, 60, "both replicas")
+    wait_until(lambda: server.request("GET", "/ready").json().get("replicas_up") == 2, 150, "both replicas")
 
 
 def runner(server: Command, number: int) -> psutil.Process:
@@ -176,6 +176,7 @@ def test_replicas_by_hand_are_named_by_their_addresses(runtime_dir: Path) -> Non
         assert second.process.poll() is None and scheduler.stop() == 0
 
 
+@pytest.mark.timeout(300)
 def test_the_real_model_says_on_two_runners_what_it_says_on_one_across_a_kill() -> None:
     real = ("--dtype", "float32", "--num-threads", "1")
     with running_server(*real) as alone:
