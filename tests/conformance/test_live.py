@@ -27,7 +27,9 @@ def server(fresh_chain: Chain, runtime_dir: Path) -> Iterator[Server]:
     try:
         started.append(Command(["runner", *flags], env, runtime_dir / "runner.log", runtime_dir.name))
         fresh_chain.start()
-        server = Server(["api", "--port", str(port), "--engine-wait-s", "90"], env, runtime_dir / "api.log", runtime_dir.name)
+        server = Server(
+            ["api", "--port", str(port), "--engine-wait-s", "90"], env, runtime_dir / "api.log", runtime_dir.name
+        )
         started.append(server)
         server.port = port
         wait_until(server.is_ready, 90, "a ready server")
