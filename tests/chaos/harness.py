@@ -185,7 +185,10 @@ async def _storm(fleet: Fleet, setting: Setting, plan: Plan, report: Report, say
     for look in looks:
         report.faults += await look
     report.events, report.gaps, report.garbage, report.tally = storm.events, progress.gaps, storm.garbage, clients.tally
-    report.leaked += await asyncio.to_thread(leaks, fleet, descriptors, entries)
+    try:
+        report.leaked += await asyncio.to_thread(leaks, fleet, descriptors, entries)
+    except OSError as error:  # the report and the log say what it died of
+        report.faults.append(f"the server is gone: {error}")
 
 
 def _scene(fleet: Fleet) -> Iterator[str]:
