@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,17 @@ MakeReplicas = Callable[..., ReplicaChain]
 def words(seed: int, count: int) -> list[int]:
     """A prompt of its own for each seed."""
     return [default_sample(seed, position) for position in range(count)]
+
+
+@contextmanager
+def replicas_in(runtime_dir: Path) -> Iterator[MakeReplicas]:
+    """Makes chains there; they are closed when the block ends."""
+    chains: list[ReplicaChain] = []
+
+    def start(count: int = 2, **config: Any) -> ReplicaChain:
+        chains.append(ReplicaChain(runtime_dir, count, **config))
+        return chains[-1]
+
+    yield start
+    for chain in chains:
+        chain.close()

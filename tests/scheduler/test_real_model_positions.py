@@ -63,8 +63,8 @@ def test_a_suspension_at_every_place_changes_no_token(
     chunk: int,
     warm: bool,
 ) -> None:
-    if isinstance(executor, DeviceExecutor) and depth == 1:
-        pytest.skip("at depth 1 nothing is launched ahead")
+    if isinstance(executor, DeviceExecutor) and depth != 2:
+        pytest.skip("launched ahead at the depth that it is used with; others: test_real_model_invariance")
     runs = interrupted(
         executor, depth, warm, recovery_policy=recovery, max_num_batched_tokens=chunk, enable_prefix_caching=warm
     )

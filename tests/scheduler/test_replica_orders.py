@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,20 +13,13 @@ from protocol.messages import Control, Extend
 from scheduler.orders import Orders
 from tests.scheduler.ends import Chain
 from tests.scheduler.isolated import limits, solo_tokens
-from tests.scheduler.replica_kit import MakeReplicas, ReplicaChain, words
+from tests.scheduler.replica_kit import MakeReplicas, replicas_in, words
 
 
 @pytest.fixture
 def make(runtime_dir: Path) -> Iterator[MakeReplicas]:
-    chains: list[ReplicaChain] = []
-
-    def start(count: int = 2, **config: Any) -> ReplicaChain:
-        chains.append(ReplicaChain(runtime_dir, count, **config))
-        return chains[-1]
-
-    yield start
-    for chain in chains:
-        chain.close()
+    with replicas_in(runtime_dir) as making:
+        yield making
 
 
 def test_status_adds_up_and_says_how_each_stands(make: MakeReplicas) -> None:

@@ -13,20 +13,13 @@ from protocol.process import EXIT_REPLACED
 from protocol.runner_links import EXIT_REFUSED
 from scheduler.config import SchedulerConfig
 from tests.scheduler.isolated import limits, solo_tokens
-from tests.scheduler.replica_kit import MakeReplicas, ReplicaChain, words
+from tests.scheduler.replica_kit import MakeReplicas, replicas_in, words
 
 
 @pytest.fixture
 def make(runtime_dir: Path) -> Iterator[MakeReplicas]:
-    chains: list[ReplicaChain] = []
-
-    def start(count: int = 2, **config: Any) -> ReplicaChain:
-        chains.append(ReplicaChain(runtime_dir, count, **config))
-        return chains[-1]
-
-    yield start
-    for chain in chains:
-        chain.close()
+    with replicas_in(runtime_dir) as making:
+        yield making
 
 
 @pytest.mark.parametrize("cls", ["scheduler.core:CoreScheduler", "tests.scheduler.replica_kit:Staying"])
