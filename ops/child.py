@@ -1,4 +1,7 @@
-"""One supervised child process: its start, its exit (a pidfd), and its output with a prefix. No policy lives here."""
+"""One supervised child process: its start, its exit (a pidfd), and its output with a prefix. No policy lives here.
+
+What an exit status says is in `ops.deaths`.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,9 @@ class Program:
 
     `stop_grace_s` is how long it may take to end after SIGTERM before it is killed; programs with the same `group`
     (not empty) are told to end together. `descriptors` are open in the child under the same numbers. `holder` says
-    which process has the program's place when it was replaced (0: one that can't be told, None: nobody). `beats`: it
-    gives signs of life (`protocol.process.Watchdog`), the first one when it is ready.
+    which process has the program's place when it was replaced (0: one that can't be told, None: nobody), and
+    `abandoned` whether nobody will come to it: its holder was killed. `beats`: it gives signs of life
+    (`protocol.process.Watchdog`), the first one when it is ready.
     """
 
     role: str
@@ -32,6 +36,7 @@ class Program:
     group: str = ""
     descriptors: tuple[int, ...] = ()
     holder: Callable[[], int | None] = lambda: None
+    abandoned: Callable[[], bool] = lambda: True
     beats: bool = False
 
 
@@ -39,7 +44,7 @@ class Child:
     """A running program, in a session of its own so that a terminal's Ctrl-C reaches only its supervisor.
 
     `watchdog` is readable when it has given a sign of life since the last look; `begun` once it has ever given one,
-    `killed` once it was told to end at once.
+    `killed` once it was told to end at once. OSError when there can't be another process just now.
     """
 
     def __init__(self, program: Program, write: Callable[[str], None], started_at: float, *, again: bool) -> None:
@@ -53,20 +58,31 @@ class Child:
         self._silent_looks = 0
         ours = {PARENT_ENV: str(os.getpid()), WATCHDOG_ENV: str(self.watchdog)}
         environment = {**program.env, **(program.restart_env if again else {}), **ours}
-        self._process = subprocess.Popen(
-            list(program.argv),
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            pass_fds=(*program.descriptors, self.watchdog),
-        )
+        try:
+            self._process = subprocess.Popen(
+                list(program.argv),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=(*program.descriptors, self.watchdog),
+            )
+        except OSError:
+            os.close(self.watchdog)
+            raise
         assert self._process.stdout is not None
         self.output = self._process.stdout.fileno()
         os.set_blocking(self.output, False)
         self.pid = self._process.pid
-        self.pidfd = os.pidfd_open(self.pid)
+        try:
+            self.pidfd = os.pidfd_open(self.pid)
+        except OSError:
+            self.kill_group()
+            self._process.wait()
+            self._process.stdout.close()
+            os.close(self.watchdog)
+            raise
 
     def pump(self) -> bool:
         """Pass on what the child has written. False once there will be no more."""
@@ -112,8 +128,8 @@ class Child:
 
         What it left in its process group is killed, and the descriptors are closed: forget it afterwards.
         """
+        self.kill_group()  # before its number can be another's
         status = self._process.wait()
-        self.kill_group()
         self.pump()
         if self._partial:
             self._emit(self._partial)
@@ -128,15 +144,3 @@ class Child:
         if text:
             self.last_lines.append(text)
             self._write(f"{self.program.role:>9} | {text}")
-
-
-def describe_exit(status: int) -> str:
-    """An exit status in words."""
-    if status >= 0:
-        return f"exited with status {status}"
-    try:
-        name = signal.Signals(-status).name
-    except ValueError:
-        name = f"signal {-status}"
-    hint = " (out of memory?)" if -status == signal.SIGKILL else ""
-    return f"was killed by {name}{hint}"

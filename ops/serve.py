@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import http.client
 import socket
+import ssl
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from ops.runtime_dir import RuntimeDir
 from ops.serve_config import ServeConfig
 from ops.supervisor import EXIT_FAILED, RestartPolicy, Supervisor
 from ops.unix_http import UnixConnection
-from protocol.places import listener_at
+from protocol.places import is_abandoned, listener_at
 from protocol.settings import ENV_PREFIX, specs, to_text
 from services.config import ApiConfig
 from services.listen import BindError, listen
@@ -103,6 +105,7 @@ def programs(
             values |= replicas.settings(loaded, number, len(runners))
             own = replicas.environment(loaded, number, environ)
         settings = {fields[name].env: to_text(fields[name], value) for name, value in values.items()}
+        place = _place_of(values, fields) if role == "scheduler" else ""
         found.append(
             Program(
                 role=f"{role}-{number}" if groups.get(role) else role,
@@ -113,18 +116,18 @@ def programs(
                 stop_grace_s=config.stop_timeout_s + (api.shutdown_grace_s if role == "api" else 0.0),
                 group=role if groups.get(role) else "",
                 descriptors=(listen_fd,) if role == "api" and listen_fd >= 0 else (),
-                holder=_holder_of(values, fields) if role == "scheduler" else lambda: None,
+                holder=partial(listener_at, place) if place else lambda: None,
+                abandoned=partial(is_abandoned, place) if place else lambda: True,
                 beats=True,
             )
         )
     return found
 
 
-def _holder_of(values: Mapping[str, Any], fields: Mapping[str, Any]) -> Callable[[], int | None]:
-    """Who serves APIs where the scheduler should. Over TCP that can't be told: somebody, or nobody."""
+def _place_of(values: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
+    """Where the scheduler serves APIs. Who does so can't be told over TCP: somebody, or nobody."""
     directory = values.get("runtime_dir", fields["runtime_dir"].default)
-    address = str(values.get("scheduler_address", "")) or f"ipc://{directory}/scheduler.sock"
-    return lambda: listener_at(address)
+    return str(values.get("scheduler_address", "")) or f"ipc://{directory}/scheduler.sock"
 
 
 def process_is_ready(api: ApiConfig) -> bool:
@@ -141,11 +144,16 @@ def process_is_ready(api: ApiConfig) -> bool:
 
 def is_ready(api: ApiConfig) -> bool:
     """Whether `GET /ready` answers 200."""
-    connection = (
-        UnixConnection(api.uds, PROBE_TIMEOUT_S)
-        if api.uds
-        else http.client.HTTPConnection(_reachable(api.host), api.port, timeout=PROBE_TIMEOUT_S)
-    )
+    connection: http.client.HTTPConnection
+    if api.uds:
+        connection = UnixConnection(api.uds, PROBE_TIMEOUT_S)
+    elif api.ssl_certfile:  # the question is whether it answers, not whether its name is the certificate's
+        context = ssl._create_unverified_context()
+        connection = http.client.HTTPSConnection(
+            _reachable(api.host), api.port, timeout=PROBE_TIMEOUT_S, context=context
+        )
+    else:
+        connection = http.client.HTTPConnection(_reachable(api.host), api.port, timeout=PROBE_TIMEOUT_S)
     try:
         connection.request("GET", "/ready", headers={"Connection": "close"})
         return connection.getresponse().status == 200
@@ -157,7 +165,8 @@ def is_ready(api: ApiConfig) -> bool:
 
 def banner(api: ApiConfig, seconds: float) -> str:
     """What a person reads when all is ready: the address, the model id, and a command to paste."""
-    base = "http://localhost" if api.uds else f"http://{_bracketed(_reachable(api.host))}:{api.port}"
+    scheme = "https" if api.ssl_certfile else "http"
+    base = f"{scheme}://localhost" if api.uds else f"{scheme}://{_bracketed(_reachable(api.host))}:{api.port}"
     at = f"unix socket {api.uds}" if api.uds else base
     options = f" --unix-socket {api.uds}" if api.uds else ""
     if api.api_key or api.api_key_file:

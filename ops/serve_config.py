@@ -31,8 +31,8 @@ class ServeConfig:
     )
     restart_limit: int = setting(
         16,
-        help="failures of one process in a row, each within restart_window_s, that end all of it; a request that kills "
-        "the runner is found among n after log2(n) + 4 of them",
+        help="failures of one process in a row, each within restart_window_s, that end all of it (to be killed from "
+        "outside is none); a request that makes the runner fail is found among n after log2(n) + 4 of them",
         minimum=1,
     )
     restart_window_s: float = setting(

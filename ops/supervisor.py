@@ -12,10 +12,12 @@ import signal
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ops.child import Child, Program, describe_exit
+from ops.child import Child, Program
+from ops.deaths import Coroner, Death
 from protocol.process import EXIT_REPLACED, StopSignal
 
 EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
@@ -23,6 +25,8 @@ PROBE_INTERVAL_S = 0.1
 LOOK_INTERVAL_S = 0.2
 TAKEOVER_PATIENCE_S = 2.0
 """How long the process that replaced a child may take to be found in its place."""
+SUCCESSOR_PATIENCE_S = 1.0
+"""The same for one that replaced a stranger, which makes way only when the next one is there."""
 START_LIMIT = 3
 """Failures in a row of one process that end all of it before it was ever ready: there are no streams to save yet."""
 SIGNAL_ECHO_S = 0.3
@@ -35,10 +39,11 @@ SLOWEST_TIMES = 10
 class RestartPolicy:
     """When to start a program again: at once, from the second quick failure on after `backoff_s`, doubled each time.
 
-    Failures are quick when the process lived less than `stable_after_s` or never got ready. One that has given signs
-    of life counts as hung, and is killed, when there was none for `hang_timeout_s` (0: never). So does one that isn't
-    ready `start_timeout_s` after its start, or, when the program has been ready before, after `SLOWEST_TIMES` its
-    slowest start and no less than `hang_timeout_s`.
+    Failures are quick when the process lived less than `stable_after_s` or never got ready; `limit` in a row end all.
+    One that was ended from outside has not failed, however often that happens. One that has given signs of life counts
+    as hung, and is killed, when there was none for `hang_timeout_s` (0: never). So does one that isn't ready
+    `start_timeout_s` after its start, or, when the program has been ready before, after `SLOWEST_TIMES` its slowest
+    start and no less than `hang_timeout_s`.
     """
 
     limit: int = 3
@@ -71,7 +76,7 @@ class Supervisor:
     """Runs `programs` (in start order; they are stopped in reverse) until a signal or a failure that repeats.
 
     `probe` is asked, in a thread, whether all is ready; `on_ready` is then called once. `on_stop` is called before the
-    first is told to end, `cleanup` after the last has. `write` prints a line.
+    first is told to end, `cleanup` after the last has. `write` prints a line; the last one says why all has ended.
     """
 
     def __init__(
@@ -98,7 +103,10 @@ class Supervisor:
         self._began = clock()
         self._ready = False
         self._exit = EXIT_OK
+        self._why = ""
         self._stopping = False
+        self._coroner = Coroner()
+        self._stop: StopSignal | None = None
         self._asked: list[_Slot] = []
         self._kill_at: float | None = None
         self._next_look = self._began + self._policy.hang_timeout_s / LOOKS
@@ -108,18 +116,22 @@ class Supervisor:
     def run(self) -> int:
         """Supervise until all has ended; the exit code. Call in the main thread."""
         signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        with StopSignal(signals, on_second=self._kill_now, echo_s=SIGNAL_ECHO_S) as stop:
-            self._selector.register(stop, selectors.EVENT_READ, self._stop_requested)
+        with StopSignal(signals, on_second=self._kill_now, echo_s=SIGNAL_ECHO_S) as self._stop:
+            self._selector.register(self._stop, selectors.EVENT_READ, self._stop_requested)
             self._selector.register(self._probe_reader, selectors.EVENT_READ, self._probed)
             try:
                 for slot in self._slots:
-                    self._start(slot)
+                    if not self._stopping:
+                        self._start(slot)
                 threading.Thread(target=self._probe_until_ready, name="readiness", daemon=True).start()
                 while not self._finished():
-                    for key, _ in self._selector.select(self._timeout()):
-                        handler, *arguments = key.data if isinstance(key.data, tuple) else (key.data,)
-                        handler(*arguments)
+                    self._take_events()
                     self._on_time()
+            except Exception as error:
+                self._kill_all()
+                for line in traceback.format_exc().splitlines():
+                    self._say(line)
+                self._exit, self._why = EXIT_FAILED, f"an error of the supervisor's own: {error!r}"
             except BaseException:
                 self._kill_all()
                 raise
@@ -128,14 +140,26 @@ class Supervisor:
                 self._selector.close()
                 self._probe_reader.close()
                 self._cleanup()
+        self._say(f"ended: {self._why}")
         return self._exit
 
-    # --- starting and failing
+    def _take_events(self) -> None:
+        for key, _ in self._selector.select(self._timeout()):
+            if self._selector.get_map().get(key.fd) is not key:
+                continue  # one before it in this round has closed this descriptor
+            handler, *arguments = key.data if isinstance(key.data, tuple) else (key.data,)
+            handler(*arguments)
+
+    # --- starting and ending
 
     def _start(self, slot: _Slot) -> None:
         slot.due = None
         slot.starts += 1
-        child = Child(slot.program, self._write, self._clock(), again=slot.starts > 1)
+        try:
+            child = Child(slot.program, self._write, self._clock(), again=slot.starts > 1)
+        except OSError as error:
+            self._failed(slot, f"could not be started ({error})")
+            return
         slot.child = child
         self._selector.register(child.pidfd, selectors.EVENT_READ, (self._exited, slot))
         self._selector.register(child.output, selectors.EVENT_READ, (self._pump, child))
@@ -158,16 +182,22 @@ class Supervisor:
         for descriptor in (child.pidfd, child.output, child.watchdog):
             if descriptor in self._selector.get_map():
                 self._selector.unregister(descriptor)
+        by_us = child.killed  # reaping kills what is left of its group
         status = child.reap()
+        death = self._coroner.judge(status, by_us=by_us)
         if self._stopping:
-            self._stopped(slot, status)
+            self._stopped(slot, status, death)
         elif status == EXIT_REPLACED:
             self._say(f"{slot.program.role} was replaced by a process that is not ours; it is left alone")
+            if self._was_stable(slot, child):
+                slot.quick_failures = 0
             self._find_stranger(slot)
-        elif status == EXIT_CONFIG:
+        elif status == EXIT_CONFIG and not slot.slowest_start_s:  # what has been ready before was configured well
             self._give_up(f"{slot.program.role} can't start as configured", child, EXIT_CONFIG)
+        elif death.from_outside:
+            self._ended_from_outside(slot, child, death)
         else:
-            self._failed(slot, child, status)
+            self._failed(slot, death.text, child)
 
     # --- places that others have
 
@@ -198,7 +228,9 @@ class Supervisor:
 
     def _stranger_left(self, slot: _Slot) -> None:
         self._forget_stranger(slot)
-        slot.look_at = self._clock()  # another one may have replaced it in turn
+        slot.look_at = self._clock()
+        if not slot.program.abandoned():  # another one may have replaced it in turn, and is about to be there
+            slot.patience_until = self._clock() + SUCCESSOR_PATIENCE_S
 
     def _forget_stranger(self, slot: _Slot) -> None:
         slot.look_at = None
@@ -209,37 +241,55 @@ class Supervisor:
 
     # --- failing
 
-    def _failed(self, slot: _Slot, child: Child, status: int) -> None:
-        lived = self._clock() - child.started_at
-        stable = lived >= self._policy.stable_after_s and (child.begun or not slot.program.beats)
-        slot.quick_failures = 1 if stable else slot.quick_failures + 1
+    def _failed(self, slot: _Slot, what: str, child: Child | None = None) -> None:
+        slot.quick_failures = 1 if self._was_stable(slot, child) else slot.quick_failures + 1
         limit = self._policy.limit if self._ready else min(self._policy.limit, START_LIMIT)
         if slot.quick_failures >= limit:
             times = f"{slot.quick_failures} times in a row" if slot.quick_failures > 1 else "at once"
-            self._give_up(f"{slot.program.role} failed {times}; it {describe_exit(status)}", child, EXIT_FAILED)
+            self._give_up(f"{slot.program.role} failed {times}; it {what}", child, EXIT_FAILED)
             return
         again = slot.quick_failures - 2
         wait = min(self._policy.backoff_s * 2**again, self._policy.backoff_max_s) if again >= 0 else 0.0
-        slot.due = self._clock() + wait
-        when = f"in {wait:g} s" if wait else "now"
-        self._say(
-            f"{slot.program.role} {describe_exit(status)} after {lived:.1f} s; starting it again {when} "
-            f"(failure {slot.quick_failures} of {limit})"
-        )
+        self._start_in(wait, slot, what, child, f"failure {slot.quick_failures} of {limit}")
 
-    def _give_up(self, reason: str, child: Child, code: int) -> None:
+    def _ended_from_outside(self, slot: _Slot, child: Child, death: Death) -> None:
+        stable = self._was_stable(slot, child)
+        if stable:
+            slot.quick_failures = 0
+        wait = 0.0 if stable or child.begun else self._policy.backoff_s
+        self._start_in(wait, slot, death.text, child, "no failure")
+
+    def _was_stable(self, slot: _Slot, child: Child | None) -> bool:
+        if child is None:
+            return False
+        lived = self._clock() - child.started_at
+        return lived >= self._policy.stable_after_s and (child.begun or not slot.program.beats)
+
+    def _start_in(self, wait: float, slot: _Slot, what: str, child: Child | None, counted: str) -> None:
+        slot.due = self._clock() + wait
+        lived = f" after {self._clock() - child.started_at:.1f} s" if child is not None else ""
+        when = f"in {wait:g} s" if wait else "now"
+        self._say(f"{slot.program.role} {what}{lived}; starting it again {when} ({counted})")
+
+    def _give_up(self, reason: str, child: Child | None, code: int) -> None:
         self._say(f"giving up: {reason}")
-        for line in list(child.last_lines)[-3:]:
+        for line in list(child.last_lines)[-3:] if child is not None else ():
             self._say(f"  its last words: {line}")
         self._exit = code
-        self._begin_stop()
+        self._begin_stop(reason)
 
     # --- readiness
 
     def _probe_until_ready(self) -> None:
+        told = ""
         while not self._probe_done.is_set():
-            if self._probe():
-                break
+            try:
+                if self._probe():
+                    break
+            except Exception as error:  # or nobody would ever ask again
+                if (failure := repr(error)) != told:
+                    told = failure
+                    self._say(f"can't tell whether all is ready: {failure}")
             self._probe_done.wait(PROBE_INTERVAL_S)
         self._probe_writer.close()
 
@@ -258,10 +308,15 @@ class Supervisor:
                 self._selector.unregister(key.fileobj)
         if not self._stopping:
             self._say("stopping (again to stop at once)")
-            self._begin_stop()
+            self._begin_stop(f"told to by {self._signal_name()}")
 
-    def _begin_stop(self) -> None:
+    def _signal_name(self) -> str:
+        signum = self._stop.signum if self._stop is not None else None
+        return signal.Signals(signum).name if signum is not None else "itself"
+
+    def _begin_stop(self, why: str) -> None:
         self._stopping = True
+        self._why = why
         self._probe_done.set()
         self._on_stop()
         for slot in self._slots:
@@ -287,9 +342,9 @@ class Supervisor:
             if slot.child is not None:
                 slot.child.signal(signal.SIGTERM)
 
-    def _stopped(self, slot: _Slot, status: int) -> None:
+    def _stopped(self, slot: _Slot, status: int, death: Death) -> None:
         if status not in (EXIT_OK, -signal.SIGTERM):  # one that was still starting has no handler yet
-            self._say(f"{slot.program.role} {describe_exit(status)} while stopping")
+            self._say(f"{slot.program.role} {death.text} while stopping")
             self._exit = self._exit or EXIT_FAILED
         self._stop_next()
 
@@ -313,9 +368,10 @@ class Supervisor:
                 self._kill_overdue()
             return
         if not self._ready and now >= self._began + self._policy.start_timeout_s:
-            self._say(f"giving up: not ready after {self._policy.start_timeout_s:g} s (--start-timeout-s)")
+            why = f"not ready after {self._policy.start_timeout_s:g} s (--start-timeout-s)"
+            self._say(f"giving up: {why}")
             self._exit = EXIT_FAILED
-            self._begin_stop()
+            self._begin_stop(why)
             return
         for slot in self._slots:
             if slot.due is not None and now >= slot.due:
@@ -373,6 +429,7 @@ class Supervisor:
         """The second signal: no ceremony, but nothing left behind either."""
         self._kill_all()
         self._cleanup()
+        self._say("ended at once: told to a second time")
 
     def _say(self, text: str) -> None:
         self._write(f" triptych | {text}")

@@ -165,6 +165,11 @@ class ServerChannel(Generic[R]):
         return endpoint.rstrip(b"\0").decode()
 
     @property
+    def displaced(self) -> bool:
+        """Whether another process has taken the address by force, so that who connects from now on gets there."""
+        return self._place is not None and self._place.taken
+
+    @property
     def peers(self) -> list[bytes]:
         """Identities with a session."""
         return list(self._sessions)

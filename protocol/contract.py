@@ -20,7 +20,10 @@ CONTRACT = Path(__file__).with_name("CONTRACT.md")
 LINKS: list[tuple[str, list[type[msgspec.Struct]]]] = [
     ("Both links", [m.Hello, m.Welcome, m.Limits, m.Refused, m.Goodbye, m.Heartbeat]),
     ("API to scheduler", [m.Submit, m.SamplingParams, m.Extend, m.Abort, m.Control]),
-    ("Scheduler to API", [m.Outputs, m.Rejected, m.Finished, m.TokenLogprobs, m.SchedulerStatus, m.ControlReply]),
+    (
+        "Scheduler to API",
+        [m.Outputs, m.Rejected, m.Finished, m.TokenLogprobs, m.PromptLogprobs, m.SchedulerStatus, m.ControlReply],
+    ),
     ("Scheduler to runner", [m.Step, m.NewRequest, m.CompileGrammar, m.FetchKv]),
     ("Runner to scheduler", [m.StepResult, m.RowError, m.StepFailure, m.GrammarStatus, m.KvStatus]),
 ]
@@ -66,6 +69,7 @@ EXAMPLES: list[msgspec.Struct] = [
         [m.Rejected(4, "queue_full", "later", 503, 1)],
         [m.Finished(1, m.RequestStatus.STOPPED, 2, 1, 0, 0, 10)],
         [m.TokenLogprobs(1, 0, -0.5, 1, pack_i32([17]), b"\0\0\0\xbf")],
+        [m.PromptLogprobs(2, 1, 1, b"\0\0\0\xbf", pack_i32([1]), pack_i32([6]), b"\0\0\0\xbf")],
     ),
     m.SchedulerStatus(42, "ready", 1, 2, 0.5),
     m.Step(

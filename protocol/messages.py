@@ -11,6 +11,10 @@ from enum import IntEnum
 
 import msgspec
 
+from protocol.sampling import PromptLogprobs as PromptLogprobs
+from protocol.sampling import SamplingParams as SamplingParams
+from protocol.sampling import TokenLogprobs as TokenLogprobs
+
 
 class RequestStatus(IntEnum):
     """A request's state. Everything after PREEMPTED is terminal: `is_finished` is a comparison, so order matters."""
@@ -125,41 +129,6 @@ class Heartbeat(_Message, tag="heartbeat", frozen=True):
 # --- API -> scheduler -----------------------------------------------------------------------------------------
 
 
-class SamplingParams(_Message, tag="sampling", frozen=True):
-    """How one request samples and when it stops. Neutral values switch a feature off.
-
-    `temperature` 0 is greedy. `top_k` 0 means all ids. `seed` is 64-bit and always present: the API draws one for
-    a request that brings none. Randomness is a function of (seed, choice, position) and of nothing else.
-    `eos_token_ids` is the model's whole end set; `ignore_eos` and `min_tokens` apply to it. `stop_token_ids` still
-    stop under `ignore_eos`. `logprobs` is the number of alternatives to report, -1 for no logprobs at all.
-    `repetition_max_pattern` > 0 ends a request (status REPETITION) whose outputs end in `repetition_min_count` copies
-    of one pattern of `repetition_min_pattern` to `repetition_max_pattern` tokens. `grammar` constrains the output: a
-    tagged text (`json_schema:{...}`, `regex:...`, `lark:...`) that the runner compiles; the request waits until it has.
-    """
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int = 0
-    choice: int = 0
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    eos_token_ids: tuple[int, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    logprobs: int = -1
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] = ()
-    repetition_max_pattern: int = 0
-    repetition_min_pattern: int = 1
-    repetition_min_count: int = 3
-    grammar: str = ""
-
-
 class Submit(_Message, tag="submit", frozen=True):
     """A request in full: everything needed to start it, or to go on with it after another process died.
 
@@ -171,6 +140,7 @@ class Submit(_Message, tag="submit", frozen=True):
     `open` means that more of the prompt follows in Extend messages; nothing is sampled before the last one.
     `kv_source` names a KV transfer that brings the prompt's KV; the request waits for it, or recomputes if it fails.
     Requests share KV only with the same `cache_salt`, `adapter` and `adapter_generation` (which load of the adapter).
+    Of prompt log-probabilities, those of the tokens before index `prompt_logprobs_from` are here already.
     """
 
     id: int
@@ -190,6 +160,7 @@ class Submit(_Message, tag="submit", frozen=True):
     kv_source: str = ""
     adapter: str = ""
     adapter_generation: int = 0
+    prompt_logprobs_from: int = 0
 
 
 class Extend(_Message, tag="extend", frozen=True):
@@ -258,25 +229,11 @@ class ControlReply(_Message, tag="control_reply", frozen=True):
     body: bytes
 
 
-class TokenLogprobs(_Message, tag="logprobs", frozen=True):
-    """Log-probabilities for one sampled token, natural log, finite (floored at -9999).
-
-    `top_ids` (i32) and `top_logprobs` (f32) hold the asked number of alternatives, best first.
-    """
-
-    id: int
-    position: int
-    logprob: float
-    rank: int
-    top_ids: bytes = b""
-    top_logprobs: bytes = b""
-
-
 class Outputs(_Message, tag="outputs", frozen=True):
     """All that one API process gets from one step: one message, whatever the number of requests.
 
     Parallel columns: `ids` u64, `positions` i32 (index of the token among the request's outputs, from 0),
-    `tokens` i32. Order within the message: accepted, rejected, tokens, finished.
+    `tokens` i32. Order within the message: accepted, rejected, prompt_logprobs, tokens, finished.
     """
 
     epoch: int
@@ -288,6 +245,7 @@ class Outputs(_Message, tag="outputs", frozen=True):
     rejected: list[Rejected] = []
     finished: list[Finished] = []
     logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[PromptLogprobs] = []
 
 
 class SchedulerStatus(_Message, tag="status", frozen=True):
@@ -324,7 +282,8 @@ class NewRequest(_Message, tag="new", frozen=True):
 
     `tokens` i32 is prompt plus emitted outputs; the first `num_prompt` are the prompt. `num_computed` of them are
     already in the KV pages listed first in `block_ids` (i32, whole blocks). `incarnation` names this residency: no
-    other one of this id, nor of a later request with this id, has the same.
+    other one of this id, nor of a later request with this id, has the same. Of prompt log-probabilities, those from
+    index `prompt_logprobs_from` on are to be reported.
     """
 
     id: int
@@ -334,6 +293,7 @@ class NewRequest(_Message, tag="new", frozen=True):
     num_computed: int
     block_ids: bytes
     params: SamplingParams
+    prompt_logprobs_from: int = 0
 
 
 class CompileGrammar(_Message, tag="compile_grammar", frozen=True):
@@ -427,6 +387,7 @@ class StepResult(_Message, tag="step_result", frozen=True):
     `positions` i32 is the index of the sampled token in the request's whole sequence (prompt included): the first
     output of a 10-token prompt has position 10. Timings in ns: `queue_ns` from receipt to start, `execute_ns` the
     step itself, `idle_ns` how long the runner had nothing to do before it, `copy_ns` the part of it that swaps took.
+    `prompt_logprobs` come from any row that asks for them, sampling or not.
     """
 
     epoch: int
@@ -442,6 +403,7 @@ class StepResult(_Message, tag="step_result", frozen=True):
     execute_ns: int = 0
     idle_ns: int = 0
     copy_ns: int = 0
+    prompt_logprobs: list[PromptLogprobs] = []
 
 
 ApiToScheduler = Hello | Heartbeat | Goodbye | Submit | Extend | Abort | Control

@@ -82,6 +82,12 @@ class Place:
         if file_identity(self._lock) != _identity(os.fstat(self._descriptor)):
             raise PlaceTaken(holder_pid(self.path) or 0)
 
+    @property
+    def taken(self) -> bool:
+        """Whether another process has taken it by force. A directory that somebody has cleared is nobody's."""
+        found = file_identity(self._lock)
+        return self._descriptor >= 0 and found is not None and found != _identity(os.fstat(self._descriptor))
+
     def release(self) -> None:
         """Remove the socket's file and the lock, unless another process has the place by now. Idempotent."""
         if self._descriptor < 0:
@@ -135,6 +141,15 @@ def listener_at(address: str) -> int | None:
     except OSError:
         return None
     return 0
+
+
+def is_abandoned(address: str) -> bool:
+    """Whether nobody has an ipc address because its holder was killed: one that ends by itself takes its lock along.
+
+    Of other addresses that can't be told: True.
+    """
+    path = address.removeprefix("ipc://")
+    return path == address or (os.path.exists(path + LOCK_SUFFIX) and holder_pid(path) is None)
 
 
 def file_identity(path: str) -> tuple[int, int] | None:

@@ -101,8 +101,8 @@ class StopSignal:
 
     The first signal asks for an orderly end; the second calls `on_second` (default: nothing) and exits at once with
     status 130. A repetition within `echo_s` seconds is taken for the same signal: `timeout` and others send each one
-    to a process and to its group. Use as a context manager in the main thread (Python delivers signals there only);
-    leaving it puts the former handlers back.
+    to a process and to its group. A SIGHUP that is ignored, as under `nohup`, stays so. Use as a context manager in the
+    main thread (Python delivers signals there only); leaving it puts the former handlers back.
     """
 
     def __init__(
@@ -126,7 +126,8 @@ class StopSignal:
 
     def __enter__(self) -> Self:
         for signum in self._signals:
-            self._former[signum] = signal.signal(signum, self._on_signal)
+            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
+                self._former[signum] = signal.signal(signum, self._on_signal)
         return self
 
     def __exit__(

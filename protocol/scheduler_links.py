@@ -255,6 +255,8 @@ class SchedulerLinks:
             return
         self._last_status = now
         self._beat()
+        if self.apis.displaced:  # by one that the runner has welcomed; the goodbye that said so may have been lost
+            raise Stopped(EXIT_REPLACED, "another scheduler has taken over, and the place by force")
         for identity in self.apis.peers:
             if self.apis.silent_for(identity) > self.settings.lease_s:
                 self._drop(identity, "lease", f"silent for more than {self.settings.lease_s:g} s")

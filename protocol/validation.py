@@ -25,6 +25,8 @@ def check_submit(submit: Submit, limits: Limits, known: bool) -> Rejected | None
         return refuse("invalid_tokens", "token columns are not whole 32-bit integers", "prompt")
     if submit.open and submit.emitted:
         return refuse("invalid_open", "a request that has outputs can't have more of its prompt to come", "open")
+    if submit.open and submit.params.prompt_logprobs >= 0:
+        return refuse("invalid_open", "a prompt that comes in parts has no prompt_logprobs", "prompt_logprobs")
     if abs(submit.priority) > MAX_PRIORITY:
         text = f"priority is {submit.priority}; it goes from {-MAX_PRIORITY} to {MAX_PRIORITY}"
         return refuse("invalid_priority", text, "priority")

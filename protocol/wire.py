@@ -8,6 +8,7 @@ ends the session. The schema digest is derived from the Structs themselves, so a
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 import typing
 from typing import Generic, TypeVar
@@ -40,7 +41,7 @@ def _describe(tp: object) -> str:
     """A stable text for a field type: names, not addresses."""
     if isinstance(tp, type):
         return tp.__name__
-    return str(tp).replace("typing.", "").replace("protocol.messages.", "")
+    return re.sub(r"\b(typing|protocol\.\w+)\.", "", str(tp))
 
 
 def schema_digest() -> str:

@@ -61,6 +61,7 @@ class Batch:
         self.incarnations = np.zeros(capacity, np.int32)
         self.num_prompt = np.zeros(capacity, np.int32)
         self.num_tokens = np.zeros(capacity, np.int32)  # known tokens, sampled ones included
+        self.prompt_from = np.zeros(capacity, np.int32)  # the first prompt token whose log-probability isn't told yet
         self.num_computed = np.zeros(capacity, np.int32)  # of these, how many are in the KV pages
         self.num_pages = np.zeros(capacity, np.int32)
         self.dead = np.zeros(capacity, np.bool_)  # failed alone: never samples again
@@ -126,6 +127,7 @@ class Batch:
         self.incarnations[slot] = new.incarnation
         self.residency[slot] += 1
         self.num_prompt[slot] = new.num_prompt
+        self.prompt_from[slot] = max(new.prompt_logprobs_from, 1)  # the very first one has none
         self.num_tokens[slot] = len(tokens)
         self.num_computed[slot] = new.num_computed
         self.dead[slot] = False

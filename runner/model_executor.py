@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 
-from protocol.messages import CompileGrammar, FetchKv, KvStatus, Limits, Step, StepResult
+from protocol.messages import CompileGrammar, FetchKv, KvStatus, Limits, PromptLogprobs, Step, StepResult
 from runner.attention.base import AttentionBackend
 from runner.batch import Rows
 from runner.config import RunnerConfig
@@ -27,6 +29,8 @@ from runner.loader import LoadedModel, ModelError, default_cache_dir, load_model
 from runner.metadata import build, check
 from runner.parallel.team import ALONE, Team
 from runner.pool import available_memory, pool_size
+from runner.prompt_table import tabulate
+from runner.prompts import told_by
 from runner.quantize import quantized
 from runner.sampler import Sampler
 from runner.sizing import limits_of, needs_of, warm_up
@@ -113,11 +117,22 @@ class ModelExecutor:
         token_ids = torch.from_numpy(batch.tokens[token_rows, meta.positions].astype(np.int64))
         self._attention.plan(meta)
         hidden = self._decoder.forward(token_ids, torch.from_numpy(meta.positions), self._attention)
+        prompts = self._tell_prompts(hidden, rows)
         last = meta.qo_indptr[1:][rows.samples].astype(np.int64) - 1
         if len(last) == 0:
-            return Sampled(np.zeros(0, np.int32))
+            return Sampled(np.zeros(0, np.int32), prompts=prompts)
         logits = self._decoder.logits(hidden[torch.from_numpy(last)])
-        return self._sampler.sample(logits, batch, rows.slots[rows.samples])
+        sampled = self._sampler.sample(logits, batch, rows.slots[rows.samples])
+        return replace(sampled, prompts=prompts) if prompts else sampled
+
+    def _tell_prompts(self, hidden: Tensor, rows: Rows) -> list[PromptLogprobs]:
+        """What the hidden states of all tokens of a step say of the prompts that are asked about."""
+        told, leads = told_by(self._machine.batch, rows), self._team.leads
+        if told is None:
+            return []
+        index = (torch.from_numpy(told.where), torch.from_numpy(told.targets))
+        table = tabulate(self._decoder.logits, hidden, *index, told.most, self.limits.vocab_size, leads=leads)
+        return told.messages(table.numpy()) if leads else []
 
     def _swap(self, step: Step) -> None:
         """Out before anything is written (the pages may have new owners already), in before anything is read."""

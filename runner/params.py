@@ -52,6 +52,7 @@ class ParamColumns:
         self.choice = np.zeros(capacity, np.uint64)
         self.min_tokens = np.zeros(capacity, np.int32)
         self.logprobs = np.full(capacity, -1, np.int32)
+        self.prompt_logprobs = np.full(capacity, -1, np.int32)
         self.penalised = np.zeros(capacity, np.bool_)
         self.edited = np.zeros(capacity, np.bool_)  # has an allow list, a bias or end ids under min_tokens
         self.constrained = np.zeros(capacity, np.bool_)  # has a grammar
@@ -60,6 +61,8 @@ class ParamColumns:
         self.allowed: dict[int, np.ndarray] = {}
         self.bias: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.constraints: dict[int, Constraint] = {}
+        self.tell_prompts: set[int] = set()
+        """Slots whose prompts are asked for log-probabilities."""
 
     def set(self, slot: int, params: SamplingParams) -> None:
         """Write a request's parameters into `slot`. ParamError if no token could ever be sampled with them."""
@@ -87,6 +90,9 @@ class ParamColumns:
         self.seed[slot] = params.seed & 0xFFFFFFFFFFFFFFFF
         self.choice[slot] = params.choice & 0xFFFFFFFFFFFFFFFF
         self.logprobs[slot] = params.logprobs
+        self.prompt_logprobs[slot] = params.prompt_logprobs
+        if params.prompt_logprobs >= 0:
+            self.tell_prompts.add(slot)
         self.penalised[slot] = (
             params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
@@ -130,4 +136,5 @@ class ParamColumns:
         self.bias.pop(slot, None)
         self.end_ids.pop(slot, None)
         self.constraints.pop(slot, None)
+        self.tell_prompts.discard(slot)
         self.min_tokens[slot] = 0

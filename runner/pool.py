@@ -12,6 +12,7 @@ from pathlib import Path
 
 from runner.config import RunnerConfig
 from runner.errors import StartError
+from runner.prompts import slice_bytes
 
 log = logging.getLogger("triptych.runner")
 
@@ -62,7 +63,8 @@ def available_memory(root: Path = Path("/")) -> int:
 
 def step_reserve(config: RunnerConfig, needs: ModelNeeds) -> int:
     """Bytes that the largest legal step needs beside the pages."""
-    sampler = SAMPLER_COPIES * config.max_num_seqs * needs.vocab_width * 4
+    # Never both at a time: what is told of prompts comes before anything is sampled.
+    sampler = max(SAMPLER_COPIES * config.max_num_seqs * needs.vocab_width * 4, slice_bytes(needs.vocab_width))
     activations = ACTIVATION_COPIES * config.step_tokens * needs.widest_layer * needs.dtype_bytes
     return sampler + activations
 

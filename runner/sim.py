@@ -36,6 +36,7 @@ from protocol.messages import (
     GrammarStatus,
     KvStatus,
     Limits,
+    PromptLogprobs,
     Step,
     StepResult,
     TokenLogprobs,
@@ -44,6 +45,7 @@ from runner.batch import Int32s, Rows, StepError, spread
 from runner.config import RunnerConfig
 from runner.errands import Answer, Errand, refusal
 from runner.pages import PageChecker
+from runner.prompts import told_uniformly
 from runner.step_costs import LinearCost, StepCost
 from runner.steps import DEVICE_ERROR, Sampled, StepMachine, StepSize
 from runner.uniform import GOLDEN, mix
@@ -237,7 +239,7 @@ class SimulatedExecutor:
         self._cost_ns = self._cost.step_ns(size.tokens, size.context, size.rows)
         slots = rows.slots[rows.samples]
         tokens = self._draw(slots, self._machine.batch.num_tokens[slots])
-        return Sampled(tokens, self._logprobs(slots, tokens))
+        return Sampled(tokens, self._logprobs(slots, tokens), prompts=self._tell_prompts(rows))
 
     def _check_poison(self, rows: Rows) -> None:
         """Go wrong as configured if one of these rows computes the poisonous token."""
@@ -272,6 +274,11 @@ class SimulatedExecutor:
         if self._ends:
             tokens[positions - batch.num_prompt[slots] + 1 == self._end_at[slots]] = eos
         return tokens
+
+    def _tell_prompts(self, rows: Rows) -> list[PromptLogprobs]:
+        """Of the same distribution as all log-probabilities here."""
+        first = self._config.sim_first_token_id
+        return told_uniformly(self._machine.batch, rows, first, -math.log(self._config.sim_vocab_size - first))
 
     def _logprobs(self, slots: npt.NDArray[np.int64], tokens: Int32s) -> list[TokenLogprobs]:
         """Of the uniform distribution, which is what the simulator draws from: every id is as likely as any other."""

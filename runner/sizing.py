@@ -65,7 +65,7 @@ def warm_up(executor: Executor) -> None:
     pages = range(1, 2 + length // limits.block_size)
     request = NewRequest(
         *(0, 0, pack_i32([position % limits.vocab_size for position in range(length)]), length, 0),
-        *(pack_i32(list(pages)), SamplingParams(max_tokens=2, temperature=1.0, logprobs=limits.max_logprobs)),
+        *(pack_i32(list(pages)), SamplingParams(2, 1.0, logprobs=limits.max_logprobs, prompt_logprobs=0)),
     )
     for step in (
         Step(0, 0, pack_u64([0]), pack_i32([length]), new=[request]),

@@ -26,6 +26,7 @@ from protocol.messages import (
     KvStatus,
     Limits,
     NewRequest,
+    PromptLogprobs,
     RowError,
     Step,
     StepFailure,
@@ -48,11 +49,12 @@ DEVICE_ERROR = "device_error"
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """What `compute` returns: a token for each row with `samples` set, in order; `bad` maps an index among those
-    to (code, message): that row fails alone and its token is meaningless."""
+    to (code, message): that row fails alone and its token is meaningless. `prompts` are of any rows."""
 
     tokens: Int32s
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     bad: dict[int, tuple[str, str]] = field(default_factory=dict)
+    prompts: list[PromptLogprobs] = field(default_factory=list)
 
 
 Compute = Callable[[Step, Rows], Sampled]
@@ -179,6 +181,7 @@ class StepMachine:
             tokens=tokens[good].tobytes(),
             logprobs=sampled.logprobs,
             errors=begun.errors,
+            prompt_logprobs=sampled.prompts,
         )
 
     def fail(self, step: Step, error: Exception, begun: Begun | None = None) -> StepResult:

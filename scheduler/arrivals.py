@@ -110,7 +110,9 @@ def _new_request(core: CoreScheduler, peer: int, submit: Submit) -> Request:
         cache_keys=cache_keys(submit.cache_salt, submit.adapter, submit.adapter_generation),
         tenant=submit.tenant,
         routing_key=submit.routing_key,
-        kv_source=submit.kv_source,
+        # KV from elsewhere would be of tokens that were not computed here, of which nothing could be told.
+        kv_source=submit.kv_source if submit.params.prompt_logprobs < 0 else "",
+        told=max(submit.prompt_logprobs_from, 1),
         open=submit.open,
         arrival_ns=now,
         arrival_processed=core.processed_tokens(),

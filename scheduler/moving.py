@@ -61,6 +61,7 @@ def _submit_of(core: CoreScheduler, request: Request) -> Submit:
         routing_key=request.routing_key,
         open=request.open,
         kv_source=request.kv_source,
+        prompt_logprobs_from=request.told,
         adapter=keys.get("adapter", ""),
         adapter_generation=int(keys.get("adapter_generation", "0")),
     )

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.columns import pack_u64
-from protocol.messages import Finished, Outputs, Rejected, TokenLogprobs
+from protocol.messages import Finished, Outputs, PromptLogprobs, Rejected, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -20,6 +20,7 @@ class _Parcel:
     rejected: list[Rejected] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
 
 class Outbox:
@@ -74,6 +75,7 @@ class Outbox:
                     rejected=parcel.rejected,
                     finished=parcel.finished,
                     logprobs=parcel.logprobs,
+                    prompt_logprobs=parcel.prompt_logprobs,
                 ),
             )
             for peer, parcel in parcels.items()

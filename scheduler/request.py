@@ -63,6 +63,8 @@ class Request:
     incarnation: int = 0
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
+    told: int = 0
+    """Of prompt log-probabilities, if it asks for them: its API has those of the tokens before this index."""
     kept: int = 0
     """Tokens whose KV a request that isn't running still has: in `blocks`, or in `host_blocks` if it was swapped."""
     host_blocks: list[int] = field(default_factory=list)
@@ -108,6 +110,11 @@ class Request:
         """The test that held it back most recently; empty if none has."""
         return next(reversed(self.held), "") if self.held else ""
 
+    @property
+    def owes_prompt(self) -> bool:
+        """Whether its API is still to be told log-probabilities of its prompt."""
+        return self.params.prompt_logprobs >= 0 and self.told < self.num_prompt
+
     def held_back(self, test: str, now_ns: int) -> None:
         """One more pass at the head of the queue without entering, because of `test`."""
         self.let_go(now_ns)
@@ -137,6 +144,7 @@ class Request:
             num_computed=num_computed,
             block_ids=pack_i32(self.blocks),
             params=self.params,
+            prompt_logprobs_from=self.told,
         )
 
     def transition(self, to: RequestStatus) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.columns import i32, u64
-from protocol.messages import RequestStatus, RowError, StepFailure, StepResult, TokenLogprobs
+from protocol.messages import PromptLogprobs, RequestStatus, RowError, StepFailure, StepResult, TokenLogprobs
 from scheduler.flight import Flight
 from scheduler.request import Request
 from scheduler.table import SlotArray
@@ -53,6 +53,8 @@ def _apply(core: CoreScheduler, flight: Flight, result: StepResult) -> None:
     core.planner.returned(flight, result)
     for error in result.errors:
         _fail_row(core, error)
+    for part in result.prompt_logprobs:
+        _pass_on_prompt(core, part)
     _apply_tokens(core, flight, result)
 
 
@@ -151,6 +153,16 @@ def _pass_on_logprobs(core: CoreScheduler, entries: list[TokenLogprobs], fresh: 
             core.outbox.of(request.peer).logprobs.append(
                 TokenLogprobs(entry.id, position, entry.logprob, entry.rank, entry.top_ids, entry.top_logprobs)
             )
+
+
+def _pass_on_prompt(core: CoreScheduler, part: PromptLogprobs) -> None:
+    """What goes on from what the API has been told of the prompt, or repeats some of it first. The rest is stale."""
+    request = core.requests.get(part.id)
+    if request is None or request.incarnation != part.incarnation:
+        return
+    if part.position <= request.told < part.end:
+        request.told = part.end
+        core.outbox.of(request.peer).prompt_logprobs.append(part)
 
 
 # --- ends -----------------------------------------------------------------------------------------------------

@@ -30,11 +30,13 @@ class Sealing:
         self._registered: deque[tuple[int, int, bytes]] = deque()
 
     def find_hit(self, request: Request) -> list[int]:
-        """Cached blocks for the request's leading tokens; at least one token is left to compute."""
+        """Cached blocks for the request's leading tokens. At least one token is left to compute, and those that tell
+        what is owed of the prompt."""
         core = self._core
         if not core.config.enable_prefix_caching:
             return []
-        limit = (request.num_tokens - 1) // core.block_size
+        limit = (request.told if request.owes_prompt else request.num_tokens) - 1
+        limit //= core.block_size
         self._hash_up_to(request, limit)
         return core.pool.longest_hit(request.hashes, limit)
 

@@ -66,8 +66,9 @@ class Suspension:
         request.transition(RequestStatus.PREEMPTED)
         request.num_preemptions += 1
         core.stats.preemptions += 1
-        # A session may have nothing to compute when it comes back; a suspect comes back by its own door.
-        may_swap = may_swap and not (request.open or request.quarantined)
+        # A session may have nothing to compute when it comes back; a suspect comes back by its own door. What a step in
+        # flight tells of a prompt may come when its request is back already, too late: it has to be computed again.
+        may_swap = may_swap and not (request.open or request.quarantined or request.owes_prompt)
         swapped = may_swap and self._swap(request, computed)
         core.pool.release(request.blocks)
         request.blocks = []

@@ -11,9 +11,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from services.errors import from_status
+from services.keys import Keyring
+from services.limits import RATE_LIMIT_HEADERS
 from services.middleware import OPEN_PATHS, ApiKeys, Edge
 from services.routes.chat import Chat
 from services.routes.completions import Completions
+from services.routes.description import Description
 from services.routes.messages import CountTokens, Messages
 from services.routes.metrics import MetricsRoute
 from services.routes.requests import RequestRoutes
@@ -22,9 +25,14 @@ from services.routes.status import StatusRoutes
 from services.routes.text import Detokenize, Tokenize
 from services.state import ApiState
 
+EXPOSED_HEADERS = ("x-request-id", "request-id", "retry-after", "warning", *RATE_LIMIT_HEADERS)
+"""What scripts in a browser may read beside the body."""
 
-def build_app(state: ApiState, keys: list[str], admin_keys: list[str]) -> Starlette:
-    """The application. With keys of either kind, everything but the open paths needs one of them."""
+
+def build_app(state: ApiState, keyring: Keyring) -> Starlette:
+    """The application. With keys, everything but the open paths needs one of them."""
+    open_paths = OPEN_PATHS | ({"/metrics"} if state.config.metrics_open else frozenset())
+    description = Description(state, needs_key=bool(keyring), open_paths=open_paths)
     status = StatusRoutes(state)
     kept = KeptResponses(state)
     routes = [
@@ -46,22 +54,22 @@ def build_app(state: ApiState, keys: list[str], admin_keys: list[str]) -> Starle
         Route("/version", status.version, methods=["GET"]),
         Route("/load", status.load, methods=["GET"]),
         Route("/metrics", MetricsRoute(state).metrics, methods=["GET"]),
+        Route("/openapi.json", description.openapi, methods=["GET"]),
     ]
     middleware: list[Middleware] = []
-    if state.config.cors_origins:  # outermost, so that a browser may also read errors
+    if state.config.allowed_origins:  # outermost, so that a browser may also read errors
         middleware.append(
             Middleware(
                 CORSMiddleware,
-                allow_origins=list(state.config.cors_origins),
+                allow_origins=list(state.config.allowed_origins),
                 allow_methods=["*"],
                 allow_headers=["*"],
-                expose_headers=["x-request-id"],
+                expose_headers=EXPOSED_HEADERS,
             )
         )
     middleware.append(Middleware(Edge, metrics=state.metrics, paths=[route.path for route in routes]))
-    if keys or admin_keys:
-        open_paths = OPEN_PATHS | ({"/metrics"} if state.config.metrics_open else frozenset())
-        middleware.append(Middleware(ApiKeys, keys=keys, admin_keys=admin_keys, open_paths=open_paths))
+    if keyring:
+        middleware.append(Middleware(ApiKeys, keyring=keyring, open_paths=open_paths, wall=state.wall))
     app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
     return app

@@ -9,7 +9,9 @@ from __future__ import annotations
 import codecs
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from protocol.columns import f32, i32
 from protocol.messages import RequestStatus, TokenLogprobs
@@ -26,12 +28,14 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """How a request wants its tokens as text. A `reader` splits the text into a message; `shown` is for its eyes."""
+    """How a request wants its tokens as text. A `reader` splits the text into a message; `shown` is for its eyes.
+    `silent`: no token is wanted, only what is known of the prompt."""
 
     skip_special_tokens: bool = True
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     logprobs: bool = False
+    silent: bool = False
     shown: frozenset[int] = frozenset()
     reader: Callable[[], MessageReader] | None = None
 
@@ -46,17 +50,16 @@ class TokenLogprob:
     top: list[tuple[int, float]]
 
 
-@dataclass(slots=True)
-class Piece:
+class Piece(msgspec.Struct):
     """What is new in a choice. `finish_reason` is set on the last piece and on no other."""
 
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] = []
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     reasoning: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
+    calls: list[CallDelta] = []
 
     def __bool__(self) -> bool:
         return bool(self.shown or self.token_ids or self.logprobs or self.finish_reason)
@@ -98,6 +101,7 @@ class Choice:
         )
         self._tokenizer = tokenizer
         self._reader = options.reader() if options.reader is not None else None
+        self._plain = self._reader is None and not options.logprobs and not options.silent
         self._waiting: list[TokenLogprob] = []
         self._characters = _utf8("replace")
         self._offset = 0
@@ -105,7 +109,11 @@ class Choice:
     def advance(self) -> Piece:
         """What came since the last call, possibly nothing. After it, `error` is set if the generation failed."""
         generation, piece = self.generation, Piece()
-        if self.done:
+        if self.done or self._advance_plainly(piece):
+            return piece
+        if self._options.silent:
+            if generation.finished is not None:
+                self._finish(piece, "length", None)
             return piece
         fresh = generation.tokens[self.num_tokens :]
         if self._options.logprobs:
@@ -134,6 +142,23 @@ class Choice:
         if self._reader is not None:
             self._as_message(piece, self._reader)
         return piece
+
+    def _advance_plainly(self, piece: Piece) -> bool:
+        """Tokens that are nothing but text, as most are. False: there is more to it, and nothing was done."""
+        generation = self.generation
+        fresh = generation.tokens[self.num_tokens :]
+        if not (self._plain and fresh and generation.finished is None and fresh[-1] not in self._enders):
+            return False
+        before = self._detokenizer.token_count
+        delta = self._detokenizer.push(fresh)
+        piece.text = delta.text
+        piece.token_ids = fresh
+        if delta.stopped is not None:
+            del fresh[self._detokenizer.token_count - before :]
+            self._stop(generation)
+            self._finish(piece, "stop", delta.stopped)
+        self.num_tokens += len(fresh)
+        return True
 
     @property
     def reasoning_tokens(self) -> int:

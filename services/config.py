@@ -57,11 +57,17 @@ class ApiConfig:
     metrics_host: str = setting("127.0.0.1", help="address of the extra metrics port")
     metrics_open: bool = setting(False, help="serve /metrics on the HTTP port without an API key")
     api_key: tuple[str, ...] = setting((), help="keys that clients must send as bearer token; none: open", secret=True)
-    api_key_file: str = setting("", help="file with one API key per line, in addition to api_key")
+    api_key_file: str = setting(
+        "",
+        help="file with further API keys, one per line, each perhaps with tenant=, priority=, requests_per_minute=, "
+        "tokens_per_minute=, concurrent_requests=; only for its owner to read; read again when it changes",
+    )
     admin_key: tuple[str, ...] = setting(
         (), help="further keys, whose bearers also see the requests of others", secret=True
     )
-    cors_origins: tuple[str, ...] = setting((), help="origins that browsers may call from; `*` for all")
+    allowed_origins: tuple[str, ...] = setting((), help="origins that browsers may call from (CORS); `*` for all")
+    ssl_certfile: str = setting("", help="PEM file with the server's certificate chain: HTTPS instead of HTTP")
+    ssl_keyfile: str = setting("", help="PEM file with its private key; empty: it is in ssl_certfile")
     max_body_bytes: int = setting(32 * 2**20, help="largest request body", unit="bytes", minimum=1024)
     body_timeout_s: float = setting(
         60.0, help="how long a client may take to send a request body; 0: for ever", unit="s", minimum=0

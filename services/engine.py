@@ -333,6 +333,11 @@ class Engine:
                 generation.touch()
         for rejected in outputs.rejected:
             self._on_rejected(rejected)
+        for part in outputs.prompt_logprobs:
+            generation = live.get(part.id)
+            if generation is not None and generation.prompt_report is not None:
+                generation.prompt_report.add(part)
+                generation.touch()
         for logprobs in outputs.logprobs:
             generation = live.get(logprobs.id)
             if generation is not None and logprobs.position == len(generation.logprobs):
@@ -344,7 +349,7 @@ class Engine:
 
     def _on_tokens(self, outputs: Outputs, now: float) -> None:
         metrics, live, fresh = self._metrics, self._live, 0
-        inter_token = metrics.inter_token.observe
+        gaps: list[float] = []
         columns = (u64(outputs.ids).tolist(), i32(outputs.positions).tolist(), i32(outputs.tokens).tolist())
         for request_id, position, token in zip(*columns, strict=True):
             generation = live.get(request_id)
@@ -357,13 +362,14 @@ class Engine:
             tokens.append(token)
             fresh += 1
             if generation.last_token:
-                inter_token(now - generation.last_token)
+                gaps.append(now - generation.last_token)
             else:
                 generation.first_token = now
                 self.door.leave(request_id)
                 metrics.first_token.observe(now - generation.arrived)
             generation.last_token = now
             generation.touch()
+        metrics.inter_token.observe_all(gaps)
         metrics.generation_tokens.inc(fresh)
 
     def _out_of_order(self, generation: Generation, position: int) -> None:

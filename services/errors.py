@@ -84,8 +84,9 @@ def invalid(message: str, param: str | None = None, code: str = "invalid_value")
 
 
 def unsupported(param: str, what: str = "") -> ApiError:
-    """400: a known feature that this server doesn't have; never ignored silently."""
-    return ApiError(400, f"{param}: {what or 'this feature'} is not supported", code="unsupported", param=param)
+    """400: a known feature that this server doesn't have; never ignored silently. `what` may begin with the place."""
+    named = what if what.startswith(f"{param}[") else f"{param}: {what or 'this feature'}"
+    return ApiError(400, f"{named} is not supported", code="unsupported", param=param)
 
 
 def from_status(status: int, detail: str = "") -> ApiError:

@@ -6,18 +6,21 @@ A chunk is assembled from a head that is encoded once per answer: a token's chun
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import msgspec
 
 from services.choice import Piece, TokenLogprob
 from services.errors import ApiError
+from services.prompt_logprobs import ToldPrompts, by_text, spelled
 from services.sse import DONE, PING, Framing
 from services.text.tokenizer import Tokenizer
 from services.tools.calls import CallDelta
 
 _encode = msgspec.json.Encoder().encode
+_COMPLETION_TEXT = b'{"index":%d,"text":', b',"logprobs":null,"finish_reason":null}'
+_CHAT_TEXT = b'{"index":%d,"delta":{"content":', b'},"logprobs":null,"finish_reason":null}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +56,14 @@ class Whole:
     prompt_ids: Sequence[int]
     reasoning: str = ""
     calls: list[CallDelta] = field(default_factory=list)
+    said: int = 0
+    """How many log-probabilities there were when its text ended."""
 
     def add_calls(self, deltas: Sequence[CallDelta]) -> None:
         """What is new in the calls, in order."""
         for delta in deltas:
             if delta.id:
-                self.calls.append(CallDelta(delta.index, delta.id, delta.name, delta.arguments))
+                self.calls.append(replace(delta))
             else:
                 self.calls[delta.index].arguments += delta.arguments
 
@@ -79,7 +84,7 @@ class Format(Framing, Protocol):
         """What a stream begins with, before there are tokens; possibly nothing."""
         ...
 
-    def first(self, index: int, prompt_ids: Sequence[int]) -> bytes:
+    def first(self, index: int, prompt_ids: Sequence[int], usage: Usage | None = None) -> bytes:
         """What a choice's stream begins with, possibly nothing."""
         ...
 
@@ -105,14 +110,24 @@ class _Base:
     done = DONE
 
     def __init__(
-        self, head: Head, tokenizer: Tokenizer, *, logprobs: int, usage_null: bool = False, token_ids: bool = False
+        self,
+        head: Head,
+        tokenizer: Tokenizer,
+        *,
+        logprobs: int,
+        usage_null: bool = False,
+        token_ids: bool = False,
+        told: ToldPrompts | None = None,
     ) -> None:
+        self._told = told
         self._head = head
         self._tokenizer = tokenizer
         self._num_logprobs = logprobs
         self._token_ids = token_ids
         self._open = b"data: " + _encode(self._top(self.chunk_object))[:-1] + b',"choices":['
         self._close = b'],"usage":null}\n\n' if usage_null else b"]}\n\n"
+        self._plain = logprobs < 0 and not token_ids
+        self._fronts: dict[int, bytes] = {}
 
     def opening(self) -> bytes:
         """Nothing: the first chunk comes with the first token."""
@@ -125,6 +140,13 @@ class _Base:
     def _top(self, kind: str) -> dict[str, Any]:
         return {"id": self._head.id, "object": kind, "created": self._head.created, "model": self._head.model}
 
+    def _short(self, index: int, text: str, front: bytes, back: bytes) -> bytes:
+        """The event of most tokens, which differ in their text alone. Fronts and backs are those of one format."""
+        begin = self._fronts.get(index)
+        if begin is None:
+            begin = self._fronts[index] = self._open + front % index
+        return b"%b%b%b%b" % (begin, _encode(text), back, self._close)
+
     def _event(self, choice: bytes, usage: Usage | None) -> bytes:
         if usage is None:
             return self._open + choice + self._close
@@ -134,8 +156,13 @@ class _Base:
         """The event with the usage and no choices."""
         return self._event(b"", usage)
 
-    def _answer(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
-        return _encode({**self._top(self.answer_object), "choices": choices, "usage": usage.payload()})
+    def _answer(self, choices: list[dict[str, Any]], usage: Usage, **more: Any) -> bytes:
+        return _encode({**self._top(self.answer_object), "choices": choices, "usage": usage.payload(), **more})
+
+    @property
+    def _lists(self) -> ToldPrompts | None:
+        """The prompts' log-probabilities, if vLLM's list of them is shown."""
+        return self._told if self._told is not None and self._told.shows_list else None
 
     def _bytes(self, token: int) -> bytes:
         return self._tokenizer.token_bytes(token)
@@ -145,10 +172,6 @@ class _Base:
         if piece.finish_reason is not None:
             reasons["stop_reason"] = piece.stop_reason
         return reasons
-
-    @property
-    def _plain(self) -> bool:
-        return self._num_logprobs < 0 and not self._token_ids
 
 
 class CompletionFormat(_Base):
@@ -160,25 +183,24 @@ class CompletionFormat(_Base):
         super().__init__(*args, **kwargs)
         self._echo = echo
 
-    def first(self, index: int, prompt_ids: Sequence[int]) -> bytes:
+    def first(self, index: int, prompt_ids: Sequence[int], usage: Usage | None = None) -> bytes:
         """The echoed prompt, and the prompt's ids if token ids were asked for."""
         if not self._echo and not self._token_ids:
             return b""
         choice: dict[str, Any] = {
             "index": index,
             "text": self._echo[index] if self._echo else "",
-            "logprobs": None,
+            "logprobs": self._with_echo(index, {}),
             "finish_reason": None,
         }
         if self._token_ids:
             choice |= {"prompt_token_ids": list(prompt_ids), "token_ids": []}
-        return self._event(_encode(choice), None)
+        return self._event(_encode(choice), usage)
 
     def chunk(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
         """One event with new text."""
-        if self._plain and piece.finish_reason is None:
-            choice = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (index, _encode(piece.text))
-            return self._event(choice, usage)
+        if self._plain and piece.finish_reason is None and usage is None:
+            return self._short(index, piece.text, *_COMPLETION_TEXT)
         fields: dict[str, Any] = {"index": index, "text": piece.text, "logprobs": self._logprobs(index, piece.logprobs)}
         fields |= self._reasons(piece)
         if self._token_ids:
@@ -192,13 +214,21 @@ class CompletionFormat(_Base):
             fields: dict[str, Any] = {
                 "index": index,
                 "text": (self._echo[index] if self._echo else "") + whole.text,
-                "logprobs": self._logprobs(index, whole.logprobs),
+                "logprobs": self._with_echo(index, self._logprobs(index, whole.logprobs)),
                 **self._reasons(whole),
             }
+            if self._lists is not None:
+                fields["prompt_logprobs"] = self._lists.list_of(index)
             if self._token_ids:
                 fields |= {"prompt_token_ids": list(whole.prompt_ids), "token_ids": whole.token_ids}
             made.append(fields)
         return self._answer(made, usage)
+
+    def _with_echo(self, index: int, following: dict[str, Any] | None) -> msgspec.Raw | dict[str, Any] | None:
+        """The log-probabilities of an answer's tokens, behind those of the prompt if they are echoed."""
+        if self._told is None or not self._told.shows_echo:
+            return following or None
+        return self._told.echo_of(index, following or {})
 
     def _logprobs(self, index: int, entries: list[TokenLogprob]) -> dict[str, Any] | None:
         if self._num_logprobs < 0:
@@ -207,24 +237,12 @@ class CompletionFormat(_Base):
         return {
             "text_offset": [entry.offset + shift for entry in entries],
             "token_logprobs": [entry.logprob for entry in entries],
-            "tokens": [self._text(entry.token) for entry in entries],
-            "top_logprobs": [self._top_dict(entry) for entry in entries],
+            "tokens": [spelled(self._bytes(entry.token)) for entry in entries],
+            "top_logprobs": [
+                by_text(self._tokenizer, entry.top[: self._num_logprobs], entry.token, entry.logprob)
+                for entry in entries
+            ],
         }
-
-    def _top_dict(self, entry: TokenLogprob) -> dict[str, float]:
-        """The alternatives, best first, and the sampled token if it is not among them."""
-        found: dict[str, float] = {}
-        for token, logprob in [*entry.top[: self._num_logprobs], (entry.token, entry.logprob)]:
-            found.setdefault(self._text(token), logprob)
-        return found
-
-    def _text(self, token: int) -> str:
-        """A token as text; bytes that are none are spelled out, since this endpoint has no field for them."""
-        raw = self._bytes(token)
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 class ChatFormat(_Base):
@@ -233,11 +251,13 @@ class ChatFormat(_Base):
     chunk_object = "chat.completion.chunk"
     answer_object = "chat.completion"
 
-    def __init__(self, *args: Any, may_call: bool = False, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, may_call: bool = False, functions: bool = False, **kwargs: Any) -> None:
+        """`functions`: the client knows `function_call` and no tools."""
         super().__init__(*args, **kwargs)
+        self._functions = functions
         self._begin = None if may_call else ""  # as at OpenAI: whether there will be any content is not known yet
 
-    def first(self, index: int, prompt_ids: Sequence[int]) -> bytes:
+    def first(self, index: int, prompt_ids: Sequence[int], usage: Usage | None = None) -> bytes:
         """The chunk with the role."""
         choice: dict[str, Any] = {
             "index": index,
@@ -247,19 +267,16 @@ class ChatFormat(_Base):
         }
         if self._token_ids:
             choice |= {"prompt_token_ids": list(prompt_ids), "token_ids": []}
-        return self._event(_encode(choice), None)
+        return self._event(_encode(choice), usage)
 
     def chunk(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
         """One event with new text."""
-        if self._plain and piece.finish_reason is None and not piece.calls and not piece.reasoning:
-            choice = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (
-                index,
-                _encode(piece.text),
-            )
-            return self._event(choice, usage)
+        text_only = piece.finish_reason is None and not piece.calls and not piece.reasoning
+        if self._plain and text_only and usage is None:
+            return self._short(index, piece.text, *_CHAT_TEXT)
         fields: dict[str, Any] = {
             "index": index,
-            "delta": _delta(piece),
+            "delta": self._older(_delta(piece)),
             "logprobs": self._logprobs(piece.logprobs) if piece.logprobs else None,
             **self._reasons(piece),
         }
@@ -273,27 +290,47 @@ class ChatFormat(_Base):
         for index, whole in enumerate(choices):
             fields: dict[str, Any] = {
                 "index": index,
-                "message": _message(whole),
+                "message": self._older(_message(whole)),
                 "logprobs": self._logprobs(whole.logprobs),
                 **self._reasons(whole),
             }
             if self._token_ids:
                 fields |= {"prompt_token_ids": list(whole.prompt_ids), "token_ids": whole.token_ids}
             made.append(fields)
-        return self._answer(made, usage)
+        lists = {} if self._lists is None else {"prompt_logprobs": self._lists.list_of(0)}
+        return self._answer(made, usage, **lists)
+
+    def _older(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message or delta in the words that the client knows."""
+        if self._functions and "tool_calls" in message:
+            (call,) = message.pop("tool_calls")
+            message["function_call"] = call["function"]
+        return message
+
+    def _reasons(self, piece: Piece | Whole) -> dict[str, Any]:
+        reasons = super()._reasons(piece)
+        if self._functions and piece.finish_reason == "tool_calls":
+            reasons["finish_reason"] = "function_call"
+        return reasons
 
     def _logprobs(self, entries: list[TokenLogprob]) -> dict[str, Any] | None:
         if self._num_logprobs < 0:
             return None
-        content = []
-        for entry in entries:
-            top = [self._one(token, logprob) for token, logprob in entry.top[: self._num_logprobs]]
-            content.append({**self._one(entry.token, entry.logprob), "top_logprobs": top})
+        content = [chat_logprob(self._tokenizer, entry, self._num_logprobs) for entry in entries]
         return {"content": content, "refusal": None}
 
-    def _one(self, token: int, logprob: float) -> dict[str, Any]:
-        raw = self._bytes(token)
+
+def chat_logprob(tokenizer: Tokenizer, entry: TokenLogprob, most: int) -> dict[str, Any]:
+    """A token with its log-probability and so many alternatives, as chat and its relatives have it."""
+
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        raw = tokenizer.token_bytes(token)
         return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}
+
+    return {
+        **one(entry.token, entry.logprob),
+        "top_logprobs": [one(token, logprob) for token, logprob in entry.top[:most]],
+    }
 
 
 def _delta(piece: Piece) -> dict[str, Any]:
@@ -303,9 +340,7 @@ def _delta(piece: Piece) -> dict[str, Any]:
         delta["content"] = piece.text
     if piece.calls:
         delta["tool_calls"] = [
-            {"index": call.index, **_call(call)}
-            if call.id
-            else {"index": call.index, "function": {"arguments": call.arguments}}
+            {"index": call.index, **_call(call)} if call.id else {"index": call.index, **_more(call)}
             for call in piece.calls
         ]
     return delta
@@ -322,4 +357,12 @@ def _message(whole: Whole) -> dict[str, Any]:
 
 
 def _call(call: CallDelta) -> dict[str, Any]:
+    if call.custom:
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": call.arguments}}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _more(call: CallDelta) -> dict[str, Any]:
+    if call.custom:
+        return {"custom": {"input": call.arguments}}
+    return {"function": {"arguments": call.arguments}}

@@ -6,8 +6,9 @@ Everything that can be refused is refused before the headers of a stream are sen
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 from starlette.types import Send
@@ -18,7 +19,8 @@ from services.bodies import ClientGone, send_body
 from services.choice import Choice, Piece, TextOptions
 from services.errors import ApiError, internal
 from services.formats import Format, Usage, Whole
-from services.journal import Call, Terms
+from services.journal import Call, Generation, Terms
+from services.prompt_logprobs import ToldPrompts
 from services.sse import EventStream
 from services.state import ApiState
 
@@ -46,6 +48,7 @@ class Job:
     include_usage: bool = False
     continuous_usage: bool = False
     chunk_token_ids: bool = False
+    told: ToldPrompts | None = None
 
 
 class Generator:
@@ -57,6 +60,9 @@ class Generator:
         self._job = job
         self._choices: list[Choice] = []
         self._prompt_ids: list[list[int]] = []
+        self._begun: set[int] = set()
+        self._incomplete = 0
+        self._failure: ApiError | None = None
 
     async def begin(self) -> None:
         """Submit, and wait until it is taken. Raises ApiError for a refusal, ClientGone if nobody is left."""
@@ -64,6 +70,7 @@ class Generator:
             raise ClientGone
         self._submit()
         await self._decided()
+        self._call.charge(sum(len(prompt.ids) for prompt in self._job.prompts))
 
     async def answer(self, send: Send) -> None:
         """Send what comes. Raises ApiError while a status can still be sent, ClientGone if nobody is left."""
@@ -86,6 +93,7 @@ class Generator:
                 choice = Choice(generation, self._state.text.tokenizer, prompt.ids, job.options, engine.stop)
                 self._choices.append(choice)
                 self._prompt_ids.append(prompt.ids)
+        self._incomplete = len(self._choices)
 
     async def _decided(self) -> None:
         """Wait until the scheduler has taken every choice; its refusal of one refuses the request.
@@ -105,19 +113,42 @@ class Generator:
                 return
             await self._changed()
 
-    async def _changed(self) -> list[Choice]:
-        news = await self._call.changed()
+    async def _changed(self, reader: Callable[[], bool] | None = None) -> list[Generation]:
+        news = await self._call.changed(reader)
         if self._call.disconnected:
             raise ClientGone
-        return [self._choices[generation.index] for generation in news]
+        return news
+
+    async def _told(self, stream: EventStream | None = None) -> None:
+        """Wait for what was asked of the prompts, and write it down: an answer begins with it."""
+        told, asked = self._job.told, self._choices[:: self._job.n]
+        if told is None:
+            return
+        while True:
+            reports = [choice.generation.prompt_report for choice in asked]
+            for choice, report in zip(asked, reports, strict=True):
+                if choice.error is not None:
+                    raise choice.error
+                if report is not None and not report.complete and choice.generation.over:
+                    raise ApiError(500, "Log-probabilities of the prompt are missing", code="logprobs_lost")
+            if all(report is None or report.complete for report in reports):
+                break
+            await self._changed()
+            if stream is not None:
+                await stream.ping()
+        for number, report in enumerate(reports):
+            assert report is not None
+            await told.write(number, report)
 
     async def _whole(self, send: Send) -> None:
+        await self._told()
         wholes = [Whole("", [], [], "", None, ids) for ids in self._prompt_ids]
         texts: list[list[str]] = [[] for _ in wholes]
-        news = list(self._choices)
+        news = [choice.generation for choice in self._choices]
         while True:
-            for choice in news:
-                piece, index = choice.advance(), choice.generation.index
+            for generation in news:
+                choice, index = self._choices[generation.index], generation.index
+                piece = choice.advance()
                 if choice.error is not None:
                     raise choice.error
                 whole = wholes[index]
@@ -126,6 +157,8 @@ class Generator:
                 whole.add_calls(piece.calls)
                 whole.token_ids += piece.token_ids
                 whole.logprobs += piece.logprobs
+                if piece.text:
+                    whole.said = len(whole.logprobs)
                 if piece.finish_reason is not None:
                     whole.finish_reason, whole.stop_reason = piece.finish_reason, piece.stop_reason
             if all(choice.done for choice in self._choices):
@@ -155,27 +188,45 @@ class Generator:
             await stream.fail(internal())
 
     async def _pump(self, stream: EventStream) -> None:
-        begun: set[int] = set()
-        news = list(self._choices)
+        """Send what comes until every choice is complete. Raises ApiError if one never will be."""
+        await self._told(stream)
+        pour = partial(self._pour, stream)
+        news = [choice.generation for choice in self._choices]
         while True:
-            events: list[bytes] = []
-            failed: ApiError | None = None
-            for choice in news:
-                piece, index = choice.advance(), choice.generation.index
-                if piece and index not in begun:
-                    begun.add(index)
-                    events.append(self._job.format.first(index, self._prompt_ids[index]))
-                if self._worth_sending(piece):
-                    usage = self._usage() if self._job.continuous_usage else None
-                    events.append(self._job.format.chunk(index, piece, usage))
-                failed = failed or choice.error
-            await stream.events(events)
-            if failed is not None:
-                raise failed
-            if all(choice.done for choice in self._choices):
+            await stream.events(self._events(news))
+            if self._failure is not None:
+                raise self._failure
+            if not self._incomplete:
                 return
-            news = await self._changed()
+            news = await self._changed(pour)
             await stream.ping()
+
+    def _pour(self, stream: EventStream) -> bool:
+        """Write what is new at once. False: `_pump` has to wake, to wait for the client or because this is the end."""
+        if not stream.writable():
+            return False
+        stream.write(self._events(self._call.take()))
+        return self._failure is None and self._incomplete > 0
+
+    def _events(self, news: Sequence[Generation]) -> list[bytes]:
+        """What these have to say to the client: of each choice one event, the first time with what it begins with."""
+        events: list[bytes] = []
+        job = self._job
+        for generation in news:
+            index = generation.index
+            choice = self._choices[index]
+            piece = choice.advance()
+            if index not in self._begun and piece:
+                self._begun.add(index)
+                usage = self._usage() if job.continuous_usage else None
+                events.append(job.format.first(index, self._prompt_ids[index], usage))
+            if piece.text or self._worth_sending(piece):
+                events.append(job.format.chunk(index, piece, self._usage() if job.continuous_usage else None))
+            if piece.finish_reason is not None:
+                self._incomplete -= 1
+            elif generation.error is not None:
+                self._failure = self._failure or choice.error
+        return events
 
     def _worth_sending(self, piece: Piece) -> bool:
         return bool(
@@ -202,5 +253,5 @@ class Generator:
 
 
 def _with_choice(params: SamplingParams, choice: int) -> SamplingParams:
-
-    return params if choice == params.choice else msgspec.structs.replace(params, choice=choice)
+    """The parameters of a choice. What is known of a prompt is told with its first one."""
+    return params if choice == params.choice else msgspec.structs.replace(params, choice=choice, prompt_logprobs=-1)

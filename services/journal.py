@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Self
 
 import msgspec
 
 from protocol.columns import pack_i32
 from protocol.messages import Finished, RequestStatus, SamplingParams, Submit, TokenLogprobs
 from services.errors import ApiError
+from services.limits import Account
+from services.prompt_logprobs import PromptReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class Generation:
         "logprobs",
         "outcome",
         "pending",
+        "prompt_report",
         "released",
         "sent",
         "stopped_at",
@@ -62,6 +66,7 @@ class Generation:
         self.pending = False
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
+        self.prompt_report = PromptReport(self.num_prompt_tokens) if submit.params.prompt_logprobs >= 0 else None
         self.finished: Finished | None = None
         self.error: ApiError | None = None
         self.first_token = 0.0
@@ -109,6 +114,7 @@ class Generation:
             resumed=self.accepted or bool(self.tokens),
             timeout_ms=submit.timeout_ms and max(1, submit.timeout_ms - waited_ms),
             deadline_ms=submit.deadline_ms and max(1, submit.deadline_ms - waited_ms),
+            prompt_logprobs_from=self.prompt_report.next if self.prompt_report is not None else 0,
         )
 
     def settled(self) -> Finished | None:
@@ -135,10 +141,19 @@ class Generation:
 class Call:
     """One HTTP request and the one thing its handler waits on. Belongs to one event loop."""
 
-    def __init__(self, clock: Callable[[], float], label: str = "", tenant: str = "") -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        label: str = "",
+        tenant: str = "",
+        account: Account | None = None,
+        ignored: list[str] | None = None,
+    ) -> None:
         self.clock = clock
         self.label = label
         self.tenant = tenant
+        self.account = account
+        self.ignored = [] if ignored is None else ignored
         self.arrived = clock()
         self.generations: list[Generation] = []
         self.ready: list[Generation] = []
@@ -147,11 +162,40 @@ class Call:
         self.ping_due = False
         self.last_write = self.arrived
         self._waiter: asyncio.Future[None] | None = None
+        self._reader: Callable[[], bool] | None = None
+        self._offered = False
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], clock: Callable[[], float]) -> Self:
+        """The call of an HTTP request, as the middleware has described it."""
+        return cls(clock, state["request_id"], state.get("tenant", ""), state.get("account"), state["ignored"])
+
+    def charge(self, tokens: int) -> None:
+        """The call has cost that many tokens (more)."""
+        if self.account is not None:
+            self.account.spend(tokens)
 
     def wake(self) -> None:
-        """Let `changed` return."""
-        if self._waiter is not None and not self._waiter.done():
+        """Let `changed` return, or its reader see what there is: in the next turn of the loop, with all of this one."""
+        if self._waiter is None or self._waiter.done():
+            return
+        if self._reader is None:
             self._waiter.set_result(None)
+        elif not self._offered:
+            self._offered = True
+            self._waiter.get_loop().call_soon(self._offer)
+
+    def _offer(self) -> None:
+        self._offered = False
+        if self._waiter is None or self._waiter.done() or self._reader is None:
+            return
+        try:
+            taken = not self.disconnected and not self.ping_due and self._reader()
+        except Exception as error:
+            self._waiter.set_exception(error)
+        else:
+            if not taken:
+                self._waiter.set_result(None)
 
     def keep(self, now: float, ping_s: float) -> None:
         """Ask for a ping after `ping_s` of silence on a stream."""
@@ -169,14 +213,22 @@ class Call:
         self.generations.clear()
         self.ready.clear()
 
-    async def changed(self) -> list[Generation]:
-        """The generations with news since the last call. Empty: a ping is due or the client has gone."""
+    async def changed(self, reader: Callable[[], bool] | None = None) -> list[Generation]:
+        """The generations with news since the last call. Empty: a ping is due or the client has gone.
+
+        A `reader` is called instead for as long as it returns True: whoever waits here sleeps on, which is what makes
+        a token cheap. It gets the news with `take`, and what it raises is raised here.
+        """
         if not self.ready and not self.disconnected and not self.ping_due:
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter, self._reader = asyncio.get_running_loop().create_future(), reader
             try:
                 await self._waiter
             finally:
-                self._waiter = None
+                self._waiter = self._reader = None
+        return self.take()
+
+    def take(self) -> list[Generation]:
+        """The generations with news since the last time, possibly none."""
         news, self.ready = self.ready, []
         for generation in news:
             generation.pending = False

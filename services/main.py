@@ -20,15 +20,28 @@ from protocol.process import (
     setup_logging,
 )
 from services.config import ApiConfig
+from services.keys import KeyFileError, Keyring
 from services.listen import BindError, listen
-from services.middleware import load_keys
 from services.neighbours import LIVE_PAGE, READY_PAGE
 from services.responses.shelf import PAGE as RESPONSE_PAGE
 from services.server import ApiServer
 from services.text.chat_template import ChatTemplate, TemplateError
 from services.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from services.tls import TlsError
 
 log = logging.getLogger("triptych.api")
+
+EXPECTED = (
+    BindError,
+    AddressError,
+    ExpositionError,
+    PrivateDirError,
+    TokenizerError,
+    TemplateError,
+    KeyFileError,
+    TlsError,
+)
+"""What a start fails with when a setting is wrong: their text says all."""
 
 GC_THRESHOLD = 20_000
 """Objects made since the last collection that start the next one."""
@@ -49,8 +62,8 @@ def run(config: ApiConfig) -> int:
             listener = listen(config)
             tokenizer = load_tokenizer(config.model)
             template = load_template(config, tokenizer)
-            keys = load_keys(config.api_key, config.api_key_file)
-            server = ApiServer(config, tokenizer, template, keys, list(dict.fromkeys(config.admin_key)))
+            keyring = Keyring(config.api_key, config.admin_key, config.api_key_file)
+            server = ApiServer(config, tokenizer, template, keyring)
             exposition = serve_metrics(
                 server.registry,
                 unix_path=config.metrics_socket,
@@ -62,17 +75,18 @@ def run(config: ApiConfig) -> int:
                     READY_PAGE: lambda _: b"%d" % server.state.engine.chain.ready,
                 },
             )
-        except (BindError, AddressError, ExpositionError, PrivateDirError, TokenizerError, TemplateError) as error:
+        except EXPECTED as error:
             log.error("can't start: %s", error)
             return 1
         except (OSError, ValueError) as error:
             log.error("can't start: %s: %s", type(error).__name__, error)
             return 1
         address = listener.getsockname()
-        where = address if isinstance(address, str) else "http://{}:{}".format(*address[:2])
+        scheme = "https" if config.ssl_certfile else "http"
+        where = address if isinstance(address, str) else "{}://{}:{}".format(scheme, *address[:2])
         log.info("pid %d serves %s on %s", os.getpid(), config.served_model_name, where)
         local = config.host in ("127.0.0.1", "localhost", "::1") or bool(config.uds)
-        if not local and not (keys or config.admin_key):
+        if not local and not keyring:
             log.warning("open to everyone who reaches %s: no API key is configured", where)
         # What is loaded by now stays, and requests leave no cycles: collections need not look at the one again, nor at
         # thousands of connections every few hundred objects.

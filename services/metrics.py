@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
@@ -25,6 +26,7 @@ FIRST_SECONDS = (
     0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
     160.0, 640.0,
 )
+MANY = 32
 REQUEST_SECONDS = (
     0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0,
     960.0, 1920.0,
@@ -38,6 +40,7 @@ class FastHistogram(Collector):
     def __init__(self, name: str, help: str, buckets: Sequence[float], model: str, registry: CollectorRegistry) -> None:
         self._name, self._help, self._model = name, help, model
         self._bounds = list(buckets)
+        self._edges = np.asarray(buckets, np.float64)
         self._counts = [0] * (len(buckets) + 1)
         self._sum = 0.0
         registry.register(self)
@@ -51,6 +54,17 @@ class FastHistogram(Collector):
         """Count one value, in the unit that the name says."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
+
+    def observe_all(self, values: Sequence[float]) -> None:
+        """Count each of these: for many at once it costs a fraction of as many calls."""
+        if len(values) < MANY:
+            for value in values:
+                self.observe(value)
+            return
+        places = self._edges.searchsorted(values)
+        for place, count in enumerate(np.bincount(places, minlength=len(self._counts)).tolist()):
+            self._counts[place] += count
+        self._sum += sum(values)
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """One family with cumulative buckets."""

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
+import functools
 import logging
 import secrets
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.anthropic import errors as anthropic
 from services.bodies import ClientGone, send_body
-from services.errors import ApiError, internal
+from services.errors import RETRY_AFTER_S, ApiError, internal
+from services.keys import Keyring
+from services.limits import Account
 from services.metrics import ApiMetrics
 
 log = logging.getLogger("triptych.api")
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
+GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"})
 MODEL_ROUTE = "/v1/models/{name}"
 TIMELINE_ROUTE = "/v1/requests/{id}/timeline"
 MAX_REQUEST_ID = 128
 MAX_AUTHORIZATION = 4096
 CLIENT_CLOSED_REQUEST = 499
+MAX_WARNED_FIELDS, MAX_WARNED_NAME = 16, 64
+"""Of the fields that were ignored, as many are named to the client, and so much of each name."""
 
 
 class Edge:
@@ -41,7 +47,10 @@ class Edge:
                 await send({"type": "websocket.close", "code": 1002})
             return
         request_id = _request_id(scope)
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        ignored: list[str] = []
+        state["ignored"] = ignored
         headers = [(b"x-request-id", request_id.encode())]
         foreign = anthropic.speaks_anthropic(scope["path"])
         if foreign:
@@ -52,7 +61,11 @@ class Edge:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *headers]
+                found = {"warning": _warning(ignored)} if ignored else {}
+                if (told := state.get("told")) is not None:
+                    found |= told()
+                more = [(name.encode(), value.encode()) for name, value in found.items()]
+                message["headers"] = [*message.get("headers", ()), *headers, *more]
             await send(message)
 
         error: ApiError | None = None
@@ -70,6 +83,8 @@ class Edge:
         if error is not None and not status:
             answer = anthropic.envelope(error, request_id) if foreign else error.body()
             code = anthropic.status_of(error) if foreign else error.status
+            if error.status in (429, 503):
+                error.headers.setdefault("Retry-After", str(RETRY_AFTER_S))
             await send_body(send_with_id, answer, status=code, headers=error.headers)
         self._metrics.request_done(self._endpoint(scope["path"]), status)
 
@@ -85,6 +100,13 @@ class Edge:
         return MODEL_ROUTE if path.startswith("/v1/models/") else "other"
 
 
+def _warning(ignored: Sequence[str]) -> str:
+    """The header that names ignored fields, in the form of RFC 7234."""
+    names = [quote(name[:MAX_WARNED_NAME], safe="$[]") for name in ignored[:MAX_WARNED_FIELDS]]
+    more = f" and {len(ignored) - len(names)} more" if len(ignored) > len(names) else ""
+    return f'299 triptych "ignored unknown fields: {", ".join(names)}{more}"'
+
+
 def _request_id(scope: Scope) -> str:
     """The client's own id if it is short and printable, else a new one."""
     for name, value in scope["headers"]:
@@ -96,37 +118,52 @@ def _request_id(scope: Scope) -> str:
 
 
 class ApiKeys:
-    """Lets only bearers of a configured key through, on every path that isn't on the open list.
+    """Lets only bearers of a known key through, on every path that isn't on the open list, and within the key's limits.
 
-    The key becomes `scope["state"]["tenant"]`; an admin key stands for nobody, so nothing is hidden from it.
+    What the key stands for becomes `scope["state"]["tenant"]` and `["account"]`; an admin key stands for nobody, so
+    nothing is hidden from it. Limits count for the routes that generate; `["told"]` makes the headers about them.
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Sequence[str], open_paths: Iterable[str], admin_keys: Sequence[str] = ()
+        self, app: ASGIApp, keyring: Keyring, open_paths: Iterable[str], wall: Callable[[], float] = time.time
     ) -> None:
         self._app = app
-        named = [(key, f"key-{index}") for index, key in enumerate(keys)] + [(key, "") for key in admin_keys]
-        self._tenants = [(hashlib.sha256(key.encode()).digest(), tenant) for key, tenant in named]
+        self._keyring = keyring
         self._open = frozenset(open_paths)
+        self._wall = wall
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or raise ApiError 401."""
+        """Pass the request on, or raise ApiError 401 or 429."""
         if scope["type"] != "http" or scope["path"] in self._open:
             await self._app(scope, receive, send)
             return
-        tenant = self._match(scope)
-        if tenant is None:
+        account = self._match(scope)
+        if account is None:
             raise ApiError(
                 401,
                 "A valid API key is required: Authorization: Bearer KEY, or x-api-key: KEY",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        if tenant:
-            scope["state"]["tenant"] = tenant
-        await self._app(scope, receive, send)
+        if account.tenant:
+            scope["state"]["tenant"] = account.tenant
+            scope["state"]["account"] = account
+        if account.limited and scope["method"] == "POST" and scope["path"] in GENERATING_PATHS:
+            scope["state"]["told"] = functools.partial(self._left, account, scope["path"])
+            account.enter()
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                account.leave()
+        else:
+            await self._app(scope, receive, send)
 
-    def _match(self, scope: Scope) -> str | None:
+    def _left(self, account: Account, path: str) -> dict[str, str]:
+        """Headers that say what is left of the key's limits."""
+        more = account.anthropic_headers(self._wall()) if anthropic.speaks_anthropic(path) else {}
+        return {**account.headers(), **more}
+
+    def _match(self, scope: Scope) -> Account | None:
         """Whom the key in the Authorization header, or without one in X-Api-Key, stands for; None if it is wrong."""
         values = [value for name, value in scope["headers"] if name == b"authorization"]
         if not values:
@@ -134,24 +171,4 @@ class ApiKeys:
         if len(values) != 1 or len(values[0]) > MAX_AUTHORIZATION:
             return None
         scheme, _, token = values[0].partition(b" ")
-        if scheme.lower() != b"bearer":
-            return None
-        digest = hashlib.sha256(token.strip()).digest()
-        found = None
-        for known, tenant in self._tenants:  # all of them, so that time tells nothing
-            if hmac.compare_digest(digest, known):
-                found = tenant
-        return found
-
-
-def load_keys(keys: Sequence[str], path: str) -> list[str]:
-    """The configured keys and those of a file with one per line (`#` starts a comment). Raises OSError, ValueError."""
-    found = [key for key in keys if key]
-    if path:
-        with open(path, encoding="utf-8") as file:
-            lines = [line.strip() for line in file]
-        from_file = [line for line in lines if line and not line.startswith("#")]
-        if not from_file:
-            raise ValueError(f"{path} holds no API key")
-        found += from_file
-    return list(dict.fromkeys(found))
+        return self._keyring.find(token.strip()) if scheme.lower() == b"bearer" else None

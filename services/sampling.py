@@ -14,17 +14,13 @@ from typing import Any
 
 from protocol.messages import Limits, SamplingParams
 from services.errors import ApiError, invalid
+from services.ranges import MAX_ID_LIST, MAX_PATTERN, MAX_STOP_LENGTH, MAX_STOPS, ranged, within
 from services.schema import RepetitionDetection, Sampling
 
 log = logging.getLogger("triptych.api")
 
-MAX_STOPS = 64
-MAX_STOP_LENGTH = 1024
-MAX_ID_LIST = 1024
-MAX_N = 128
-MAX_PATTERN = 1024
-MAX_WAIT_S = 7 * 86_400.0
 GREEDY_BELOW = 0.01
+_CONTEXT = "This model's maximum context length is"  # clients look for these words and for "prompt is too long"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +64,6 @@ def load_defaults(model: str) -> Defaults:
     return Defaults(**values)
 
 
-def ranged(value: Any, default: Any, param: str, low: float, high: float, *, above: bool = False) -> Any:
-    """`value`, or `default` when it is None; ApiError 400 outside [low, high], or (low, high] if `above`."""
-    if value is None:
-        return default
-    if not math.isfinite(value) or value > high or (value <= low if above else value < low):
-        bracket = "(" if above else "["
-        upper = "infinity" if math.isinf(high) else f"{high:.12g}"
-        raise invalid(f"{param}: {value} is outside {bracket}{low:.12g}, {upper}]", param, "out_of_range")
-    return value
-
-
 def check_ids(ids: list[int], param: str, vocab_size: int) -> None:
     """ApiError 400 naming the first index whose id does not exist."""
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
@@ -107,7 +92,7 @@ def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
 
 def num_choices(request: Sampling, num_prompts: int, max_choices: int) -> int:
     """`n`, checked alone and together with the number of prompts."""
-    n: int = ranged(request.n, 1, "n", 1, MAX_N)
+    n: int = within(request.n, 1, "n")
     if n * num_prompts > max_choices:
         raise invalid(
             f"n: {num_prompts} prompts with n={n} make {n * num_prompts} choices, at most {max_choices} are allowed",
@@ -128,8 +113,8 @@ def build_params(
 ) -> SamplingParams:
     """Everything but `max_tokens` and `choice`, which depend on the prompt: those are filled in by `with_room`."""
     vocab = limits.vocab_size
-    temperature = ranged(request.temperature, defaults.temperature, "temperature", 0.0, 2.0)
-    top_k = ranged(request.top_k, defaults.top_k, "top_k", -1, math.inf)
+    temperature = within(request.temperature, defaults.temperature, "temperature")
+    top_k = within(request.top_k, defaults.top_k, "top_k")
     stop_ids = request.stop_token_ids or []
     allowed = request.allowed_token_ids or []
     if request.allowed_token_ids == []:
@@ -147,14 +132,12 @@ def build_params(
     return SamplingParams(
         max_tokens=0,
         temperature=float(temperature) if temperature >= GREEDY_BELOW else 0.0,
-        top_p=float(ranged(request.top_p, defaults.top_p, "top_p", 0.0, 1.0, above=True)),
+        top_p=float(within(request.top_p, defaults.top_p, "top_p")),
         top_k=0 if top_k <= 0 else min(top_k, vocab),
-        min_p=float(ranged(request.min_p, defaults.min_p, "min_p", 0.0, 1.0)),
-        repetition_penalty=float(
-            ranged(request.repetition_penalty, defaults.repetition_penalty, "repetition_penalty", 0.0, 10.0, above=True)
-        ),
-        presence_penalty=float(ranged(request.presence_penalty, 0.0, "presence_penalty", -2.0, 2.0)),
-        frequency_penalty=float(ranged(request.frequency_penalty, 0.0, "frequency_penalty", -2.0, 2.0)),
+        min_p=float(within(request.min_p, defaults.min_p, "min_p")),
+        repetition_penalty=float(within(request.repetition_penalty, defaults.repetition_penalty, "repetition_penalty")),
+        presence_penalty=float(within(request.presence_penalty, 0.0, "presence_penalty")),
+        frequency_penalty=float(within(request.frequency_penalty, 0.0, "frequency_penalty")),
         seed=seed & 0xFFFFFFFFFFFFFFFF,
         min_tokens=ranged(request.min_tokens, 0, "min_tokens", 0, limits.max_model_len),
         ignore_eos=bool(request.ignore_eos),
@@ -182,13 +165,13 @@ def _repetition(asked: RepetitionDetection | None) -> RepetitionDetection:
 
 def milliseconds(value: float | None, param: str) -> int:
     """A field in seconds as whole milliseconds, 0 if it is absent; ApiError 400 unless above 0 and at most a week."""
-    seconds: float = ranged(value, 0.0, param, 0.0, MAX_WAIT_S, above=True)
+    seconds: float = within(value, 0.0, param)
     return math.ceil(seconds * 1000)
 
 
 def seed_of(request: Sampling) -> int | None:
     """The request's seed, None if it leaves the choice to the server (absent, null or -1)."""
-    seed = ranged(request.seed, None, "seed", -(2**63), 2**64 - 1)
+    seed = within(request.seed, None, "seed")
     return None if seed == -1 else seed
 
 
@@ -202,7 +185,7 @@ def _logit_bias(bias: dict[str, float] | None, vocab: int) -> tuple[tuple[int, f
         token = int(key)
         if token >= vocab:
             raise invalid(f"logit_bias: token id {token} is outside [0, {vocab - 1}]", "logit_bias", "out_of_range")
-        entries[token] = float(ranged(value, 0.0, "logit_bias", -100.0, 100.0))
+        entries[token] = float(within(value, 0.0, "logit_bias"))
     return tuple(entries.items())
 
 
@@ -216,23 +199,25 @@ def room(num_prompt: int, limits: Limits, param: str) -> int:
 
     The newest token is not in the KV yet, so a prompt may fill the pool and still get its one token.
     """
+    field = param.partition("[")[0]
     if num_prompt == 0:
-        raise invalid(f"{param}: the prompt has no tokens", param)
+        raise invalid(f"{param}: the prompt has no tokens", field)
     if num_prompt >= limits.max_model_len:
         raise ApiError(
             400,
-            f"{param}: the prompt has {num_prompt} tokens; the model's context of {limits.max_model_len} tokens must "
-            f"hold the prompt and at least one output token",
+            f"{_CONTEXT} {limits.max_model_len} tokens, which must hold the prompt and at least one output token. "
+            f"{param}: the prompt is too long: {num_prompt} tokens",
             code="context_length_exceeded",
-            param=param,
+            param=field,
         )
     held = capacity(limits)
     if num_prompt > held:
         raise ApiError(
             400,
-            f"{param}: the prompt has {num_prompt} tokens, the KV cache has room for {held}",
+            f"{param}: the prompt is too long: {num_prompt} tokens; that exceeds the available context size of {held} "
+            f"tokens, the room in the KV cache",
             code="context_length_exceeded",
-            param=param,
+            param=field,
         )
     return min(limits.max_model_len - num_prompt, held - num_prompt + 1)
 
@@ -253,8 +238,8 @@ def output_limit(
     if num_prompt + asked > limits.max_model_len:
         raise ApiError(
             400,
-            f"{param}: {num_prompt} prompt tokens and {asked} output tokens make {num_prompt + asked}, the model's "
-            f"context is {limits.max_model_len} tokens",
+            f"{_CONTEXT} {limits.max_model_len} tokens. {param}: {num_prompt} prompt tokens and {asked} output tokens "
+            f"make {num_prompt + asked}",
             code="context_length_exceeded",
             param=param,
         )

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from services.errors import ApiError, invalid, unsupported
 
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
 _PATH = re.compile(r" - at `\$\.?([^`]*)`$")
 
 
@@ -33,6 +33,10 @@ class RepetitionDetection(msgspec.Struct):
     min_count: int = 0
 
 
+FormatType = Literal["text", "json_object", "json_schema"]
+"""What `response_format` can be; the last one comes with a schema."""
+
+
 class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
     """The schema of a `response_format`. It is always kept to the letter, whatever `strict` says."""
 
@@ -45,7 +49,7 @@ class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
     """OpenAI's field. A key that isn't known is an error: it could be a schema in the wrong place."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: FormatType
     json_schema: JsonSchemaFormat | None = None
 
 
@@ -88,6 +92,7 @@ class Sampling(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
     allowed_token_ids: list[int] | None = None
     repetition_detection: RepetitionDetection | None = None
     timeout: float | None = None
@@ -107,7 +112,7 @@ class Sampling(msgspec.Struct, kw_only=True):
 class CompletionRequest(Sampling, kw_only=True):
     """POST /v1/completions."""
 
-    prompt: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
@@ -118,6 +123,7 @@ class ContentPart(msgspec.Struct):
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class Message(msgspec.Struct, omit_defaults=True):
@@ -128,6 +134,9 @@ class Message(msgspec.Struct, omit_defaults=True):
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
+    function_call: dict[str, Any] | None = None
+    refusal: str | None = None
+    audio: dict[str, Any] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
 
@@ -145,7 +154,10 @@ class ChatRequest(Sampling, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
     include_reasoning: bool | None = None
+    reasoning_effort: str | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -174,20 +186,28 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 # Fields that clients send and that change nothing here.
 IGNORED = frozenset(
     "metadata store service_tier parallel_tool_calls reasoning_effort safety_identifier prompt_cache_key "
-    "prompt_cache_retention verbosity truncation_side request_id include_reasoning guided_decoding_backend".split()
+    "prompt_cache_retention prompt_cache_options prediction cache_control context_management betas verbosity "
+    "truncation_side request_id include_reasoning guided_decoding_backend".split()
 )
 
 
-def _absent(value: Any) -> bool:
-    return not value  # null, false, 0, "", [], {}
+class Neutral:
+    """The values that leave a field off: these and null, told apart as JSON does (`true` is not 1)."""
+
+    def __init__(self, *allowed: Any) -> None:
+        self.allowed = (None, *allowed)
+
+    def __call__(self, value: Any) -> bool:
+        """Whether the field changes nothing with this value."""
+        return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.allowed)
 
 
-def _one_of(*allowed: Any) -> Callable[[Any], bool]:
-    return lambda value: value is None or value in allowed
+_absent = Neutral(False, 0, "", [], {})
+_one_of = Neutral
 
 
 # Known features this server doesn't have: the values that leave them off are accepted, all others are an error.
-UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
+UNSUPPORTED: dict[str, Neutral] = {
     "suffix": _absent,
     "tools": _absent,
     "tool_choice": _one_of("none", "auto"),
@@ -196,7 +216,6 @@ UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "guided_json_object": _absent,
     "guided_whitespace_pattern": _absent,
     "structural_tag": _absent,
-    "prompt_logprobs": _one_of(),
     "prompt_embeds": _absent,
     "logits_processors": _absent,
     "bad_words": _absent,
@@ -208,7 +227,9 @@ UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "documents": _absent,
     "modalities": _one_of(["text"]),
     "audio": _absent,
-    "prediction": _absent,
+    "moderation": _absent,
+    "mcp_servers": _absent,
+    "container": _absent,
     "web_search_options": _absent,
     "mm_processor_kwargs": _absent,
     "kv_transfer_params": _absent,
@@ -252,7 +273,10 @@ def decode_field(raw: msgspec.Raw, kind: Any, param: str) -> Any:
 def _split(error: Exception) -> tuple[str, str]:
     text = str(error)
     found = _PATH.search(text)
-    return (text[: found.start()], found.group(1)) if found else (text, "")
+    message, path = (text[: found.start()], found.group(1)) if found else (text, "")
+    if missing := _MISSING.fullmatch(message):
+        return "required", f"{path}.{missing[1]}" if path else missing[1]
+    return message, path
 
 
 def _explain(error: Exception, body: bytes) -> ApiError:
@@ -261,7 +285,8 @@ def _explain(error: Exception, body: bytes) -> ApiError:
     if isinstance(error, msgspec.ValidationError):
         message, path = _split(error)
         param = re.split(r"[.\[]", path)[0] or None
-        return invalid(f"{path}: {message}" if path else f"The body: {message}", param)
+        code = {"code": "missing"} if message == "required" else {}
+        return invalid(f"{path}: {message}" if path else f"The body: {message}", param, **code)
     if isinstance(error, UnicodeDecodeError):
         return invalid(f"The body is not valid UTF-8 (byte {error.start})", code="invalid_json")
     if not body.strip():

@@ -21,6 +21,7 @@ from services.config import ApiConfig
 from services.connection import Connection
 from services.engine import Engine
 from services.errors import unavailable
+from services.keys import Keyring
 from services.metrics import ApiMetrics
 from services.neighbours import Neighbours
 from services.record import Recording, shared_key
@@ -31,6 +32,7 @@ from services.state import ApiState
 from services.text.chat_template import ChatTemplate
 from services.text.tokenizer import Tokenizer
 from services.textpool import TextPool
+from services.tls import server_context
 from services.tools.dialect import Dialect
 from services.trim import Trimmer
 
@@ -64,8 +66,7 @@ class ApiServer:
         config: ApiConfig,
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
-        keys: list[str],
-        admin_keys: list[str] | None = None,
+        keyring: Keyring,
     ) -> None:
         self.config = config
         self.registry = new_registry("api")
@@ -77,6 +78,7 @@ class ApiServer:
         self._stop: Callable[[], None] = lambda: None
         self._uvicorn: _Uvicorn | None = None
         neighbours = Neighbours(config, self.metrics)
+        self._tls = server_context(config)
         defaults = load_defaults(config.model) if config.generation_config == "auto" else Defaults()
         self.state = ApiState(
             config=config,
@@ -92,7 +94,7 @@ class ApiServer:
         store = self.state.responses.store
         self.metrics.gauge("kept_responses", "Answers of /v1/responses that are kept.", lambda: len(store))
         self.metrics.gauge("kept_responses_bytes", "What they hold, as JSON.", lambda: store.size)
-        self._app = build_app(self.state, keys, admin_keys or [])
+        self._app = build_app(self.state, keyring)
 
     @property
     def num_connections(self) -> int:
@@ -120,7 +122,7 @@ class ApiServer:
         on_listening: Callable[[], None] = lambda: None,
         beat: Callable[[], None] = lambda: None,
     ) -> int:
-        """Serve until `stop` is requested, then drain. Returns the exit code: 1 if the scheduler refused this build.
+        """Serve until `stop` is requested, then drain. Returns the exit code: 1 if something else ended it.
 
         `beat` is called twice a second while the loop turns, first when it begins to accept.
         """
@@ -129,20 +131,20 @@ class ApiServer:
             write_timeout_s=self.config.write_timeout_s,
             on_write_timeout=self.metrics.write_timeouts.inc,
         )
-        server = _Uvicorn(
-            uvicorn.Config(
-                self._app,
-                http=cast(Any, connection),
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=self.config.keep_alive_s,
-                timeout_graceful_shutdown=CLOSE_WAIT_S,
-            )
+        settings = uvicorn.Config(
+            self._app,
+            http=cast(Any, connection),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=self.config.keep_alive_s,
+            timeout_graceful_shutdown=CLOSE_WAIT_S,
         )
-        self._uvicorn = server
+        settings.load()
+        settings.ssl = self._tls
+        self._uvicorn = server = _Uvicorn(settings)
         loop = asyncio.get_running_loop()
         stopping = asyncio.Event()
         self._stop = stopping.set
@@ -176,7 +178,7 @@ class ApiServer:
             self.state.grammars.close()
             self.state.neighbours.close()
             self._context.term()
-        return 1 if self._fatal else 0
+        return 1 if self._fatal or not stopping.is_set() else 0
 
     async def _drain(self) -> None:
         """Refuse new requests, let the running ones end within the grace."""

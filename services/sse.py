@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Iterable
 from typing import Protocol
 
-from starlette.types import Receive, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from services.errors import ApiError
 from services.journal import Call
@@ -19,6 +19,8 @@ HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
+DIRECT = "triptych.direct"
+"""The extension in an ASGI scope in which a server offers its `DirectBody`, as "body"."""
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
 
@@ -34,11 +36,36 @@ class Framing(Protocol):
         ...
 
 
+class DirectBody(Protocol):
+    """The way to a client without any `await`, for the middle of a body that is under way."""
+
+    def writable(self) -> bool:
+        """Whether `write` may be called now: the client keeps up, and is there."""
+        ...
+
+    def write(self, body: bytes) -> None:
+        """What a body message with `more_body` does, at once."""
+        ...
+
+
+class Outlet:
+    """An ASGI `send` with the server's direct way beside it. Who wraps it loses that way: then nothing goes past it."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._send = send
+        self.direct: DirectBody | None = scope.get("extensions", {}).get(DIRECT, {}).get("body")
+
+    async def __call__(self, message: Message) -> None:
+        """Send a message."""
+        await self._send(message)
+
+
 class EventStream:
     """One stream of events to one client. While the client lags behind, writes wait and tokens stay in the journal."""
 
     def __init__(self, send: Send, call: Call, framing: Framing) -> None:
         self._send = send
+        self._direct = send.direct if isinstance(send, Outlet) else None
         self._call = call
         self._framing = framing
         self.started = False
@@ -53,6 +80,17 @@ class EventStream:
         body = b"".join(events)
         if body:
             await self._write({"type": "http.response.body", "body": body, "more_body": True})
+
+    def writable(self) -> bool:
+        """Whether `write` may be called now."""
+        return self._direct is not None and self._direct.writable()
+
+    def write(self, events: Iterable[bytes]) -> None:
+        """Send complete events in one piece, at once."""
+        body = b"".join(events)
+        if body and self._direct is not None:
+            self._direct.write(body)
+            self._written()
 
     async def ping(self) -> None:
         """Send a ping if one is due: proxies close connections that are silent."""
@@ -69,6 +107,9 @@ class EventStream:
 
     async def _write(self, message: dict[str, object]) -> None:
         await self._send(message)
+        self._written()
+
+    def _written(self) -> None:
         self._call.last_write = self._call.clock()
         self._call.ping_due = False
 

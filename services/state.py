@@ -74,10 +74,11 @@ class ApiState:
             param="model",
         )
 
-    def note_unknown(self, fields: list[str]) -> None:
-        """Count ignored fields and name each one once in the log."""
+    def note_unknown(self, fields: list[str], ignored: list[str]) -> None:
+        """Count ignored fields, name each one once in the log, and add them to what the answer names."""
         if not fields:
             return
+        ignored += fields
         self.metrics.unknown_fields.inc(len(fields))
         for name in fields:
             if name not in self.named_fields and len(self.named_fields) < MAX_NAMED_FIELDS:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from services.choice import Piece
 from services.errors import ApiError, unsupported
 from services.schema import ChatRequest, Message, Sampling
 from services.tools.calls import CallDelta
+
+_MESSAGE = re.compile(r"^messages\[\d+\][\w.\[\]]*: ")
 
 
 def chat_request(request: Sampling, messages: list[Message], **changes: Any) -> ChatRequest:
@@ -23,6 +27,8 @@ def refuse_fields(request: Sampling, route: str) -> None:
         raise unsupported("n", f"n other than 1 on {route}")
     if request.return_token_ids:
         raise unsupported("return_token_ids", f"return_token_ids on {route}")
+    if request.prompt_logprobs is not None:
+        raise unsupported("prompt_logprobs", f"prompt_logprobs on {route}")
 
 
 def refused_part(where: str, kind: str, known: str, param: str) -> ApiError:
@@ -31,8 +37,15 @@ def refused_part(where: str, kind: str, known: str, param: str) -> ApiError:
     return ApiError(400, message, code="unsupported", param=param)
 
 
-def rename(error: ApiError, names: Mapping[str, str]) -> None:
-    """Make an error be about the field that the client knows: `names` maps the chat request's fields to its own."""
+def rename(error: ApiError, names: Mapping[str, str], words: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Make an error be about the field that the client knows: `names` maps the chat request's fields to its own.
+
+    `words` are parts of names inside of fields. A message's place among chat's is none among the client's: only what is
+    wrong with it is told.
+    """
+    for theirs, own in words.items():
+        error.message = error.message.replace(theirs, own)
+    error.message = _MESSAGE.sub("messages: ", error.message)
     name = names.get(error.param or "")
     if name is not None:
         error.message = error.message.replace(f"{error.param}:", f"{name}:", 1)

@@ -12,6 +12,10 @@ from typing import Any
 import harness
 import pytest
 
+collect_ignore = ["outside"]  # other people's clients, in environments of their own: `make conformance`
+
+TESTS = Path(__file__).parent
+
 
 @pytest.fixture(scope="session")
 def real_model_path() -> Path:
@@ -38,8 +42,28 @@ def wait_until() -> Callable[[Callable[[], Any], float, str], Any]:
     return harness.wait_until
 
 
+LONG = (
+    *("e2e/test_takeover.py", "scheduler/test_grammar_invariance.py"),
+    *("e2e/test_replicas.py", "scheduler/test_real_model_invariance.py"),
+    *("chaos/test_chaos_short.py", "ops/test_replay_experiments.py"),
+    *("e2e/test_api_processes.py", "scheduler/test_real_model_positions.py"),
+    *("e2e/test_structured_output.py", "ops/test_serve.py"),
+    *("e2e/test_parallel.py", "runner/test_parallel_start.py"),
+    *("e2e/test_other_apis.py", "runner/test_model_real.py"),
+    *("e2e/test_client_gone.py", "services/test_memory.py"),
+    *("e2e/test_warm_restart.py", "ops/test_gpu_phases.py"),
+    *("e2e/test_poisoned.py", "runner/test_device_executor.py"),
+    *("e2e/test_real_model.py", "runner/test_executor.py"),
+    *("e2e/test_chain.py", "e2e/test_control.py", "e2e/test_tools.py", "e2e/test_external.py", "e2e/test_overload.py"),
+)
+"""Files that begin first: a file goes to one process as a whole, and one that begins last must not be long. Those that
+wait for processes alternate with those that compute, so that a machine of two cores has both at a time."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is no CUDA device."""
+    """Long files first; skip tests marked `gpu` where there is no CUDA device."""
+    places = {str(TESTS / name): place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(str(item.path), len(LONG)))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and (reason := _no_cuda()):
         for item in marked:

@@ -9,9 +9,11 @@ import contextlib
 import http.client
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -25,29 +27,41 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
-START_DEADLINE_S = 90.0
-STOP_DEADLINE_S = 20.0
+START_DEADLINE_S = 150.0
+STOP_DEADLINE_S = 60.0
 MARK_ENV = "TEST_INSTANCE"
+NO_AUTHORITIES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""For clients that speak no TLS: by default each of them reads all of the system's certificates when it is made."""
 
 
 def wait_until(predicate: Callable[[], Any], deadline_s: float, what: str) -> Any:
     """The predicate's first truthy value; AssertionError naming `what` when `deadline_s` seconds pass without one."""
     pause = threading.Event()
-    end = time.monotonic() + deadline_s
+    begun = time.monotonic()
     while True:
         value = predicate()
         if value:
             return value
-        if time.monotonic() >= end:
+        waited = time.monotonic() - begun
+        if waited >= deadline_s:
             raise AssertionError(f"waited {deadline_s:g} s for {what}")
-        pause.wait(0.02)
+        pause.wait(min(max(waited / 10, 0.005), 0.1))  # what takes long is not asked often: that would slow it down
+
+
+def examples(count: int) -> int:
+    """How many examples a property is tried on: `count`, or as many times that as the environment's EXAMPLES says."""
+    return count * int(os.environ.get("EXAMPLES", "1"))
 
 
 def free_port() -> int:
-    """A TCP port on the loopback interface that nobody listens on now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port on the loopback interface that nobody uses now, and that the kernel gives to nobody who asks for any:
+    until it is listened on, another process's connection would have it."""
+    for _ in range(100):
+        port = 12_000 + secrets.randbelow(20_000)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port was found")
 
 
 @dataclass(frozen=True)
@@ -143,7 +157,7 @@ class Command:
         """Live processes of this test's instance, wherever they hang in the process tree."""
         return [process for process in psutil.process_iter() if self._is_ours(process)]
 
-    def assert_no_orphans(self, deadline_s: float = 10.0) -> None:
+    def assert_no_orphans(self, deadline_s: float = STOP_DEADLINE_S) -> None:
         """Wait until nothing that this command started is alive."""
         wait_until(lambda: not self.orphans(), deadline_s, f"the end of all processes of {self.arguments}")
 
@@ -176,7 +190,7 @@ class Server(Command):
         """Whether `GET /ready` answers 200; AssertionError with the log if the process has ended."""
         assert self.process.poll() is None, f"ended with {self.process.returncode} at start:\n{self.log()}"
         try:
-            return request(self.port, "GET", "/ready", timeout=2.0).status == 200
+            return request(self.port, "GET", "/ready", timeout=10.0).status == 200
         except (OSError, http.client.HTTPException):
             return False
 

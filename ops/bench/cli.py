@@ -10,6 +10,7 @@ USAGE = """usage: triptych bench <command> [options]
 commands:
   serve      drive an OpenAI-compatible server with random or recorded traffic and report latency and throughput
   pipeline   start the three processes on a simulated runner and compare streamed tokens/s with what the steps allow
+  api        stream out of one API process as fast as it can: what a token costs it, and what it adds to latency
   scheduler  time the scheduler alone: passes, updates, admission, its messages; beside vLLM's if you have it
   overload   thousands of clients at once against a short queue: who is served, who is refused, what memory it takes
   placement  play a trace on several simulated replicas: what choosing a replica by prefix is worth
@@ -29,6 +30,10 @@ def main(argv: Sequence[str]) -> int:
         from ops.bench import pipeline
 
         return pipeline.main(rest)
+    if command == "api":
+        from ops.bench import api
+
+        return api.main(rest)
     if command == "scheduler":
         from ops.bench import scheduler
 

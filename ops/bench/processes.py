@@ -44,12 +44,17 @@ class System:
 
 def cpu_seconds(pid: int) -> float:
     """CPU time of a process since its start. ProcessLookupError if it is gone."""
+    return sum(cpu_times(pid))
+
+
+def cpu_times(pid: int) -> tuple[float, float]:
+    """The parts of it: in the program itself, and in the system's kernel for it."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):  # it went before, or while its file was read
         raise ProcessLookupError(f"process {pid} is gone") from None
     fields = text.rpartition(")")[2].split()  # the name in parentheses may hold anything
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+    return int(fields[11]) / _TICKS_PER_S, int(fields[12]) / _TICKS_PER_S
 
 
 def child_roles(supervisor: int) -> dict[str, int]:

@@ -6,6 +6,7 @@ Usage: healthcheck.py api|scheduler|runner
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -22,12 +23,15 @@ class Unhealthy(Exception):
     """The process can't do its job; the message is what `docker inspect` shows."""
 
 
-def fetch(family: int, address: str | tuple[str, int], path: str) -> tuple[int, str]:
+def fetch(family: int, address: str | tuple[str, int], path: str, *, tls: bool = False) -> tuple[int, str]:
     """Status and body of one GET over a TCP or unix socket. Raises Unhealthy if there is no HTTP answer."""
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as connection:
+        with contextlib.ExitStack() as stack:
+            connection = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
             connection.settimeout(TIMEOUT_S)
             connection.connect(address)
+            if tls:
+                connection = stack.enter_context(encrypted(connection))
             connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
             answer = b"".join(iter(lambda: connection.recv(65536), b""))
     except OSError as error:
@@ -39,9 +43,16 @@ def fetch(family: int, address: str | tuple[str, int], path: str) -> tuple[int, 
     return int(words[1]), body.decode("utf-8", "replace")
 
 
-def check_api(port: int) -> None:
+def encrypted(connection: socket.socket) -> socket.socket:
+    """The connection with TLS. Whose certificate it is doesn't matter here: it is this container's."""
+    import ssl  # takes as long as all the rest together
+
+    return ssl._create_unverified_context().wrap_socket(connection)
+
+
+def check_api(port: int, *, tls: bool) -> None:
     """The API is ready when GET /ready says so: its scheduler and, behind it, a runner are there."""
-    status, body = fetch(socket.AF_INET, ("127.0.0.1", port), "/ready")
+    status, body = fetch(socket.AF_INET, ("127.0.0.1", port), "/ready", tls=tls)
     if status != 200:
         raise Unhealthy(f"/ready answers {status}: {body[:500]}")
 
@@ -65,7 +76,8 @@ def main(arguments: list[str]) -> int:
     role = arguments[0]
     try:
         if role == "api":
-            check_api(int(os.environ.get("TRIPTYCH_PORT", "8000")))
+            tls = bool(os.environ.get("TRIPTYCH_SSL_CERTFILE"))
+            check_api(int(os.environ.get("TRIPTYCH_PORT", "8000")), tls=tls)
         else:
             check_gauge(role, os.environ.get("TRIPTYCH_RUNTIME_DIR", "/run/triptych"))
     except Unhealthy as problem:

@@ -192,7 +192,8 @@ class HostDevice:
         self._patience = patience
 
     def staging(self, count: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(count, dtype=dtype)
+        with torch.inference_mode(False):  # what is copied later may be copied outside of it
+            return torch.zeros(count, dtype=dtype)
 
     def event(self) -> Event:
         return self.mark()

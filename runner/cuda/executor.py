@@ -3,13 +3,13 @@
 The next step is taken in and launched while this one runs. It needs nothing from it that goes through the host: the
 batch counts a launched step as computed, and the tokens that it samples are fed to the next on the device. A step that
 samples with penalties, edits of the logits, a grammar or log-probabilities needs all earlier tokens on the host: it
-waits for them, and is done when `launch` returns.
+waits for them, and is done when `launch` returns. Log-probabilities of prompts need no token, and make nobody wait.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from protocol.messages import CompileGrammar, FetchKv, KvStatus, Limits, Step, StepResult
+from protocol.messages import CompileGrammar, FetchKv, KvStatus, Limits, PromptLogprobs, Step, StepResult
 from runner.attention.base import AttentionBackend
 from runner.batch import Int64s, StepError
 from runner.cuda.device import Device, Event, Mark
@@ -32,11 +32,27 @@ from runner.grammar.masks import Masks
 from runner.loader import LoadedModel
 from runner.metadata import BatchMetadata, build, check
 from runner.parallel.team import ALONE, Team
+from runner.prompt_table import tabulate
+from runner.prompts import Told, told_by
 from runner.sampler import NOT_FINITE, Sampler
 from runner.steps import DEVICE_ERROR, Begun, Sampled, StepMachine, StepSize, swap_pairs
 
 DEPTH = 2
 """Steps under way at a time: the one that runs, and the one that follows it without a gap."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompts:
+    """What a step tells of prompts: host memory int32, as `tabulate` makes it, that is filled when it is `there`."""
+
+    told: Told
+    table: Tensor
+    there: Event
+
+    def messages(self) -> list[PromptLogprobs]:
+        """Waits for it."""
+        self.there.synchronize()
+        return self.told.messages(self.table.numpy().reshape(len(self.told.where), -1))
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +66,7 @@ class Launched:
     """When the step has ended and its tokens are on the host."""
     tokens: Tensor | None = None
     """Host memory int64 [2 S]: the tokens, then whether their logits were finite."""
+    prompts: Prompts | None = None
     copied: tuple[Mark, Mark] | None = None
     """Before and after its swaps."""
     result: StepResult | None = None
@@ -176,7 +193,7 @@ class DeviceExecutor:
         try:
             with self._device.may_wait(), self._team.computing():
                 launched.done.synchronize()
-            sampled = self._sampled(launched, len(launched.begun.slots))
+                sampled = self._sampled(launched, len(launched.begun.slots))
         except RuntimeError as error:
             if launched.tokens is not None:
                 self._outputs.give_back(launched.tokens, launched.done)
@@ -194,11 +211,12 @@ class DeviceExecutor:
         return msgspec.structs.replace(result, copy_ns=int(began.elapsed_time(ended) * 1e6))
 
     def _sampled(self, launched: Launched, count: int) -> Sampled:
+        prompts = launched.prompts.messages() if launched.prompts is not None else []
         if launched.tokens is None:
-            return Sampled(np.zeros(0, np.int32))
+            return Sampled(np.zeros(0, np.int32), prompts=prompts)
         host = launched.tokens.numpy()
         broken = np.flatnonzero(host[count : 2 * count] == 0).tolist()
-        sampled = Sampled(host[:count].astype(np.int32), bad=dict.fromkeys(broken, NOT_FINITE))
+        sampled = Sampled(host[:count].astype(np.int32), bad=dict.fromkeys(broken, NOT_FINITE), prompts=prompts)
         self._outputs.give_back(launched.tokens, launched.done)
         launched.tokens = None
         return sampled
@@ -226,19 +244,31 @@ class DeviceExecutor:
         check(meta, size, self.limits.num_blocks)  # a kernel would leave its pages without a word
         columns = StepColumns.of(batch, self._feed, rows, meta)
         sampling = SamplingColumns.of(batch.params, columns.slots, batch.num_tokens[columns.slots])
-        sent = self._inputs.send([*columns, *sampling.arrays])
-        inputs = StepColumns(*sent[: len(columns)])
+        told = told_by(batch, rows)
+        asked = () if told is None else (told.where, told.targets)
+        sent = self._inputs.send([*columns, *asked, *sampling.arrays])
+        inputs, sent = StepColumns(*sent[: len(columns)]), sent[len(columns) :]
         self._feed.fill(inputs.token_ids, inputs.fed_where, inputs.fed_slots)
-        logits = self._logits(meta, inputs)
+        if told is None:
+            logits = self._logits(meta, inputs)
+        else:
+            hidden = self._hidden(meta, inputs)
+            launched.prompts = self._tell_prompts(told, hidden, *sent[:2])
+            logits = self._last_logits(hidden, inputs)
+        sent = sent[len(asked) :]
         if logits is None:
             launched.done = self._device.event()
             return None
         if not stays_on_device(batch.params, columns.slots).all():
-            return self._sample_on_host(logits, columns.slots, inputs.slots)
+            sampled = self._sample_on_host(logits, columns.slots, inputs.slots)
+            if launched.prompts is None:
+                return sampled
+            with self._device.may_wait():
+                return replace(sampled, prompts=launched.prompts.messages())
         vocab = self.limits.vocab_size
 
         def sample() -> Tensor:
-            tokens, finite = sample_on_device(logits, sampling, sent[len(columns) :], vocab, self._kernels)
+            tokens, finite = sample_on_device(logits, sampling, sent, vocab, self._kernels)
             return torch.cat((tokens, finite.to(torch.int64)))
 
         count = len(columns.slots)
@@ -253,9 +283,23 @@ class DeviceExecutor:
         if self._graphs is not None and meta.num_tokens == meta.num_rows and self._graphs.takes(meta.num_rows):
             logits = self._graphs.run(meta, inputs.token_ids, inputs.positions)
             return logits if len(inputs.last) == len(logits) else logits[inputs.last] if len(inputs.last) else None
+        return self._last_logits(self._hidden(meta, inputs), inputs)
+
+    def _hidden(self, meta: BatchMetadata, inputs: StepColumns) -> Tensor:
         self._attention.plan(meta)
-        hidden = self._decoder.forward(inputs.token_ids, inputs.positions, self._attention)
+        return self._decoder.forward(inputs.token_ids, inputs.positions, self._attention)
+
+    def _last_logits(self, hidden: Tensor, inputs: StepColumns) -> Tensor | None:
         return self._decoder.logits(hidden.index_select(0, inputs.last)) if len(inputs.last) else None
+
+    def _tell_prompts(self, told: Told, hidden: Tensor, where: Tensor, targets: Tensor) -> Prompts | None:
+        """Issue what tells of prompts, and its way to the host; None on ranks that don't have the logits."""
+        leads, vocab = self._team.leads, self.limits.vocab_size
+        table = tabulate(self._decoder.logits, hidden, where, targets, told.most, vocab, leads=leads)
+        if not leads:
+            return None
+        host = self._device.staging(table.numel(), torch.int32)
+        return Prompts(told, host, self._device.copy_out(table.flatten(), host))
 
     def _sample_on_host(self, logits: Tensor, slots: Int64s, index: Tensor) -> Sampled:
         """For what needs all earlier tokens on the host, or more than a token back."""

@@ -122,5 +122,6 @@ class StepColumns(NamedTuple):
 
 
 def most_numbers(limits: Limits) -> int:
-    """How many numbers a step's columns hold at most: those of its tokens, of its rows, and what they sample with."""
-    return 2 * limits.max_num_batched_tokens + (4 + SAMPLING_COLUMNS) * limits.max_num_seqs
+    """How many numbers a step's columns hold at most: those of its tokens, which of them tell of a prompt and of what,
+    those of its rows, and what they sample with."""
+    return 4 * limits.max_num_batched_tokens + (4 + SAMPLING_COLUMNS) * limits.max_num_seqs

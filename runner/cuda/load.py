@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from protocol.columns import pack_i32, pack_u64
@@ -151,8 +152,10 @@ def buckets_of(config: RunnerConfig) -> list[int]:
 
 
 def run_largest(executor: DeviceExecutor) -> None:
-    """The largest legal step, of requests that sample with every filter, and forget it. StartError if it fails."""
+    """The largest legal step, of requests that sample with every filter and are told of their prompts, and forget it.
+    StartError if it fails."""
     limits = executor.limits
+    params = msgspec.structs.replace(FILTERED, prompt_logprobs=limits.max_logprobs)
     rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     lengths = [limits.max_num_batched_tokens // rows] * rows
     lengths[0] += limits.max_num_batched_tokens - sum(lengths)
@@ -161,7 +164,7 @@ def run_largest(executor: DeviceExecutor) -> None:
     for request, length in enumerate(lengths):
         count = -(-length // limits.block_size)
         pages = pack_i32(list(range(page, page + count)))
-        arrivals.append(NewRequest(request, 0, pack_i32([1] * length), length, 0, pages, FILTERED))
+        arrivals.append(NewRequest(request, 0, pack_i32([1] * length), length, 0, pages, params))
         page += count
     step = Step(0, 0, pack_u64(list(range(rows))), pack_i32(lengths), new=arrivals)
     failure = executor.execute(step, time.monotonic_ns()).failure

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from services.errors import ApiError, printable
 
 PATH = "/v1/messages"
 OVERLOADED_STATUS = 529
+NO_THREADS = "thread_unsupported_request"
 _OVERLOADED = frozenset({"queue_full", "displaced", "waiting_timeout"})
 _TYPES = {
     401: "authentication_error",
@@ -31,10 +34,13 @@ def status_of(error: ApiError) -> int:
 
 
 def envelope(error: ApiError, request_id: str) -> bytes:
-    """`{"type": "error", "error": {"type", "message"}, "request_id"}`."""
+    """`{"type": "error", "error": {"type", "message"}, "request_id"}`, with `details` where clients act on them."""
     status = status_of(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     message = printable(error.message)
     if error.code == "context_length_exceeded":
         message = f"prompt is too long: {message}"  # the words by which clients know that they have to shorten it
-    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id})
+    shown: dict[str, Any] = {"type": kind, "message": message}
+    if error.code == NO_THREADS:
+        shown["details"] = {"error_code": NO_THREADS}  # by which clients know to send all messages
+    return msgspec.json.encode({"type": "error", "error": shown, "request_id": request_id})

@@ -48,7 +48,7 @@ class MessagesFormat:
         usage = _usage(Usage(self._num_prompt, 0, 0))
         return _event({"type": "message_start", "message": self._message([], _end(None, None), usage)})
 
-    def first(self, index: int, prompt_ids: Sequence[int]) -> bytes:
+    def first(self, index: int, prompt_ids: Sequence[int], usage: Usage | None = None) -> bytes:
         """Nothing: blocks begin with their text."""
         return b""
 

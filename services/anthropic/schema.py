@@ -43,6 +43,7 @@ class Tool(msgspec.Struct):
     input_schema: dict[str, Any] | None = None
     description: str | None = None
     type: str | None = None
+    strict: bool | None = None
 
 
 class ToolChoice(msgspec.Struct):
@@ -68,7 +69,7 @@ class OutputFormat(msgspec.Struct):
 
 
 class OutputConfig(msgspec.Struct):
-    """How the answer should be. `effort` changes nothing here."""
+    """How the answer should be. `effort` is the template's to understand."""
 
     effort: str | None = None
     format: OutputFormat | None = None
@@ -92,3 +93,4 @@ class MessagesRequest(CountRequest, kw_only=True):
 
     stop_sequences: list[str] | None = None
     metadata: Metadata | None = None
+    thread: dict[str, Any] | None = None

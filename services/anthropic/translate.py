@@ -6,13 +6,21 @@ from typing import Any
 
 import msgspec
 
+from services.anthropic.errors import NO_THREADS
 from services.anthropic.schema import Block, CountRequest, MessagesRequest, OutputFormat, Tool, ToolChoice, Turn
-from services.errors import invalid, unsupported
+from services.conversation import template_kwargs
+from services.errors import ApiError, invalid, unsupported
 from services.schema import ChatRequest, ContentPart, JsonSchemaFormat, Message, ResponseFormat
 from services.translate import chat_request, refuse_fields, refused_part
 
 ROUTE = "/v1/messages"
 CHAT_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format", "user": "metadata.user_id"}
+CHAT_WORDS = {
+    ".function.parameters": ".input_schema",
+    ".function.": ".",
+    "response_format.json_schema.": "output_config.format.",
+}
+_OWNERS = {"tool_result": "user", "tool_use": "assistant", "thinking": "assistant", "redacted_thinking": "assistant"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 KNOWN_BLOCKS = "text, tool_use, tool_result and thinking"
 
@@ -24,6 +32,9 @@ def to_chat(request: MessagesRequest) -> ChatRequest:
     if request.max_tokens < 1:
         raise invalid(f"max_tokens: {request.max_tokens}, at least 1 is required", "max_tokens", "out_of_range")
     refuse_fields(request, ROUTE)
+    if request.thread is not None:
+        # Ignored, it would lose the conversation: its client sends only what is new from then on.
+        raise ApiError(400, "thread: no conversation is kept here, send all of it", code=NO_THREADS, param="thread")
     if request.stop_sequences is not None and request.stop is not None:
         raise invalid("stop_sequences: excludes stop, send one of them", "stop_sequences")
     chat = conversation(request)
@@ -63,7 +74,9 @@ def _system(system: str | list[Block] | None) -> list[Message]:
         return []
     if isinstance(system, str):
         return [Message("system", system)]
-    return [Message("system", _parts([_text(block, f"system[{i}]", "system") for i, block in enumerate(system)]))]
+    return [
+        Message("system", _parts([_text(block, f"system[{i}]", "system", "text") for i, block in enumerate(system)]))
+    ]
 
 
 def _add_turn(messages: list[Message], turn: Turn, where: str) -> None:
@@ -76,16 +89,18 @@ def _add_turn(messages: list[Message], turn: Turn, where: str) -> None:
     thoughts: list[str] = []
     for index, block in enumerate(blocks):
         name = f"{where}.content[{index}]"
-        if block.type == "tool_result" and turn.role == "user":
+        if _OWNERS.get(block.type, turn.role) != turn.role:
+            raise invalid(f"{name}: a {block.type} block belongs into a turn of the {_OWNERS[block.type]}", "messages")
+        if block.type == "tool_result":
             messages.append(_tool_result(block, name))
-        elif block.type == "tool_use" and turn.role == "assistant":
+        elif block.type == "tool_use":
             calls.append(_tool_use(block, name))
-        elif block.type == "thinking" and turn.role == "assistant":
+        elif block.type == "thinking":
             thoughts.append(block.thinking or "")
-        elif block.type == "redacted_thinking" and turn.role == "assistant":
+        elif block.type == "redacted_thinking":
             continue  # nobody here can read it
         else:
-            texts.append(_text(block, name, "messages"))
+            texts.append(_text(block, name, "messages", KNOWN_BLOCKS))
     if not texts and not calls and not thoughts and any(block.type == "tool_result" for block in blocks):
         return
     last = messages[-1] if messages else None
@@ -110,9 +125,9 @@ def _parts(parts: list[ContentPart]) -> str | list[ContentPart]:
     return (parts[0].text or "") if parts else ""
 
 
-def _text(block: Block, where: str, param: str) -> ContentPart:
+def _text(block: Block, where: str, param: str, known: str) -> ContentPart:
     if block.type != "text":
-        raise refused_part(where, block.type, KNOWN_BLOCKS if param == "messages" else "text", param)
+        raise refused_part(where, block.type, known, param)
     if block.text is None:
         raise invalid(f"{where}.text: required", param, "missing")
     return ContentPart("text", block.text)
@@ -132,20 +147,24 @@ def _tool_result(block: Block, where: str) -> Message:
     if isinstance(block.content, str):
         content = block.content
     elif block.content:
-        content = _parts([_text(one, f"{where}.content[{i}]", "messages") for i, one in enumerate(block.content)])
+        content = _parts(
+            [_text(one, f"{where}.content[{i}]", "messages", "text") for i, one in enumerate(block.content)]
+        )
     return Message("tool", content, tool_call_id=block.tool_use_id)
 
 
 def _template_kwargs(request: CountRequest) -> dict[str, Any] | None:
-    """The template's variable for thinking, where the client says something about it and not about the variable."""
+    """The template's variables for thinking, where the client says something about it and not about the variables."""
+    effort = request.output_config.effort if request.output_config is not None else None
+    kwargs = template_kwargs(effort, request.chat_template_kwargs, "output_config.effort")
     if request.thinking is None:
-        return request.chat_template_kwargs
+        return kwargs
     if request.thinking.type not in ("enabled", "adaptive", "disabled"):
         raise invalid(
             f"thinking.type: {request.thinking.type[:40]!r}, allowed are 'enabled', 'adaptive' and 'disabled'",
             "thinking",
         )
-    return {"enable_thinking": request.thinking.type != "disabled", **(request.chat_template_kwargs or {})}
+    return {"enable_thinking": request.thinking.type != "disabled", **(kwargs or {})}
 
 
 def _response_format(request: CountRequest) -> ResponseFormat | None:
@@ -167,6 +186,8 @@ def _tool(tool: Tool, where: str) -> dict[str, Any]:
     if tool.description is not None:
         function["description"] = tool.description
     function["parameters"] = tool.input_schema
+    if tool.strict is not None:
+        function["strict"] = tool.strict
     return {"type": "function", "function": function}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from services.errors import ApiError, printable
 from services.formats import Usage
+from services.responses.events import EventLog
 from services.responses.items import JsonItem
 from services.responses.schema import ResponsesRequest
 
@@ -34,6 +35,8 @@ class Response:
     error: dict[str, str] | None = None
     incomplete: str | None = None
     abort: Callable[[], None] = lambda: None
+    log: EventLog | None = None
+    """Its events, if it runs in the background and is streamed."""
 
     @property
     def over(self) -> bool:
@@ -88,16 +91,18 @@ class Response:
             "output": self.output,
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": asked.previous_response_id,
-            "reasoning": {"effort": None, "summary": None},
+            "prompt_cache_key": asked.prompt_cache_key,
+            "reasoning": {"effort": None, "summary": None, **(asked.reasoning or {})},
+            "safety_identifier": asked.safety_identifier,
             "service_tier": "default",
             "store": self.kept,
             "temperature": self.temperature,
             "text": text,
             "tool_choice": asked.tool_choice or "auto",
             "tools": asked.tools or [],
-            "top_logprobs": 0,
+            "top_logprobs": asked.top_logprobs or 0,
             "top_p": self.top_p,
-            "truncation": "disabled",
+            "truncation": asked.truncation or "disabled",
             "usage": None if self.usage is None else _usage(self.usage),
             "user": asked.user,
         }

@@ -15,9 +15,17 @@ from services.translate import refused_part
 
 JsonItem = dict[str, Any]
 ID_BYTES = 24
-_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-_ROLES = ("user", "assistant", "system", "developer")
-_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+}
+_WITHOUT_STATUS = ("reasoning", "custom_tool_call", "custom_tool_call_output")
+ROLES = ("user", "assistant", "system", "developer")
+TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
 def new_id(prefix: str) -> str:
@@ -56,7 +64,7 @@ def _complete(item: JsonItem, index: int) -> JsonItem:
         part = "output_text" if item.get("role") == "assistant" else "input_text"
         content = [{"type": part, "text": content, **({"annotations": []} if part == "output_text" else {})}]
         item = {**item, "content": content}
-    status = {"status": "completed"} if kind != "reasoning" else {}
+    status = {"status": "completed"} if kind not in _WITHOUT_STATUS else {}
     return {"id": new_id(prefix), **status, **item, "type": kind}
 
 
@@ -72,9 +80,9 @@ def to_messages(instructions: str | None, items: Sequence[JsonItem]) -> list[Mes
         item = _typed(raw, where)
         if item.type == "reasoning":
             thoughts += "".join(part.text or "" for part in item.content or () if isinstance(part, Part))
-        elif item.type == "function_call_output":
+        elif item.type in ("function_call_output", "custom_tool_call_output"):
             messages.append(_call_output(item, where))
-        elif item.type == "function_call":
+        elif item.type in ("function_call", "custom_tool_call"):
             _add_call(messages, item, where, thoughts)
             thoughts = ""
         else:
@@ -93,8 +101,8 @@ def _typed(raw: JsonItem, where: str) -> Item:
 
 
 def _message(item: Item, where: str) -> Message:
-    if item.role not in _ROLES:
-        raise invalid(f"{where}.role: {(item.role or '')[:40]!r}, allowed are {', '.join(_ROLES)}", "input")
+    if item.role not in ROLES:
+        raise invalid(f"{where}.role: {(item.role or '')[:40]!r}, allowed are {', '.join(ROLES)}", "input")
     if item.content is None:
         raise invalid(f"{where}.content: required", "input", "missing")
     role = "system" if item.role == "developer" else item.role
@@ -103,13 +111,11 @@ def _message(item: Item, where: str) -> Message:
 
 def _add_call(messages: list[Message], item: Item, where: str, thoughts: str) -> None:
     """A call joins what the assistant has said right before it."""
-    if not item.call_id or not item.name or item.arguments is None:
-        raise invalid(f"{where}: a function_call needs call_id, name and arguments", "input", "missing")
-    call = {
-        "id": item.call_id,
-        "type": "function",
-        "function": {"name": item.name, "arguments": item.arguments},
-    }
+    custom = item.type == "custom_tool_call"
+    key, kind, said = ("input", "custom", item.input) if custom else ("arguments", "function", item.arguments)
+    if not item.call_id or not item.name or said is None:
+        raise invalid(f"{where}: a {item.type} needs call_id, name and {key}", "input", "missing")
+    call = {"id": item.call_id, "type": kind, kind: {"name": item.name, key: said}}
     if not messages or messages[-1].role != "assistant" or thoughts:
         messages.append(Message("assistant", reasoning_content=thoughts or None))
     messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), call]
@@ -117,7 +123,7 @@ def _add_call(messages: list[Message], item: Item, where: str, thoughts: str) ->
 
 def _call_output(item: Item, where: str) -> Message:
     if not item.call_id or item.output is None:
-        raise invalid(f"{where}: a function_call_output needs call_id and output", "input", "missing")
+        raise invalid(f"{where}: a {item.type} needs call_id and output", "input", "missing")
     return Message("tool", _content(item.output, f"{where}.output"), tool_call_id=item.call_id)
 
 
@@ -130,7 +136,7 @@ def _content(content: str | list[Part], where: str) -> str | list[ContentPart]:
 
 def _text(part: Part, where: str) -> str:
     text = part.refusal if part.type == "refusal" else part.text
-    if part.type not in _TEXTS and part.type != "refusal":
+    if part.type not in TEXT_PARTS and part.type != "refusal":
         raise _refused(part, where)
     if text is None:
         raise invalid(f"{where}: a part of type {part.type!r} needs a text", "input", "missing")

@@ -21,11 +21,13 @@ class Item(msgspec.Struct):
     """One item of the input, of any type; which fields a type needs is checked when it is translated."""
 
     type: str = "message"
+    id: str | None = None
     role: str | None = None
     content: str | list[Part] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | list[Part] | None = None
 
 
@@ -49,7 +51,7 @@ class TextConfig(msgspec.Struct):
 class ResponsesRequest(Sampling, kw_only=True):
     """POST /v1/responses; the extras of the other routes too."""
 
-    input: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     instructions: str | None = None
     max_output_tokens: int | None = None
     previous_response_id: str | None = None
@@ -65,6 +67,8 @@ class ResponsesRequest(Sampling, kw_only=True):
     reasoning: dict[str, Any] | None = None
     include: list[str] | None = None
     top_logprobs: int | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
     conversation: str | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

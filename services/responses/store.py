@@ -58,6 +58,7 @@ class ResponseStore:
         """Keep a response, or take note of how it has grown; the oldest make room."""
         self._drop(response.id)
         size = len(msgspec.json.encode(response.items)) + len(msgspec.json.encode(response.payload()))
+        size += response.log.size if response.log is not None else 0
         self._kept[response.id] = _Kept(response, size, self._clock())
         self.size += size
         self.sweep()

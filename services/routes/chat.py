@@ -8,16 +8,19 @@ import msgspec
 
 from protocol.messages import Limits
 from services.choice import TextOptions
-from services.conversation import tokenize_chat
-from services.errors import invalid
+from services.conversation import template_kwargs, tokenize_chat
+from services.errors import ApiError, invalid
 from services.formats import ChatFormat
 from services.generate import Job
 from services.journal import Call
+from services.prompt_logprobs import ToldPrompts
+from services.ranges import ranged
 from services.routes.endpoint import GenerationEndpoint
-from services.sampling import num_choices, ranged
+from services.sampling import num_choices
 from services.schema import ChatRequest
 from services.structured import form_of
 from services.tools.forms import answer_grammar
+from services.tools.functions import as_tools, in_older_words
 from services.tools.request import ToolUse, tool_use
 
 
@@ -30,28 +33,32 @@ class Chat(GenerationEndpoint[ChatRequest]):
     async def prepare(self, request: ChatRequest, limits: Limits, call: Call) -> Job:
         """Check everything and build the job."""
         n = num_choices(request, 1, self.state.config.max_choices)
-        logprobs = self._logprobs(request, limits)
+        logprobs, listed = self._logprobs(request, limits), self.listed(request, limits)
         name, asked = self._max_tokens(request)
+        silent = asked == 0 and listed >= 0
         params = self.params(request, limits, logprobs, "")
         form = form_of(request)
         dialect = self.state.dialect
-        use = dialect.fit(tool_use(request.tools, request.tool_choice, request.parallel_tool_calls))
+        use = dialect.fit(self._tools(request))
         ids = await tokenize_chat(
             self.state.text,
             request.messages,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
-            kwargs=request.chat_template_kwargs,
+            kwargs=template_kwargs(request.reasoning_effort, request.chat_template_kwargs),
             add_special_tokens=request.add_special_tokens,
             tools=use,
         )
         grammar = await answer_grammar(self.state.grammars.check, dialect, use, form, ids)
-        params = msgspec.structs.replace(params, grammar=grammar)
+        params = msgspec.structs.replace(params, grammar=grammar, prompt_logprobs=listed)
         options = request.stream_options
+        prompt = self.prompt(ids, request, params, limits, 1 if silent else asked, None, (name, "messages"))
+        told = ToldPrompts(self.state.text.tokenizer, [prompt.ids], 1, listed=listed) if listed >= 0 else None
         return Job(
-            prompts=[self.prompt(ids, request, params, limits, asked, None, (name, "messages"))],
+            prompts=[prompt],
             n=n,
-            options=self._reading(request, logprobs, use, ids),
+            options=replace(self._reading(request, logprobs, use, ids), silent=silent),
+            told=told,
             format=ChatFormat(
                 self.head(call),
                 self.state.text.tokenizer,
@@ -59,6 +66,8 @@ class Chat(GenerationEndpoint[ChatRequest]):
                 usage_null=bool(options and options.include_usage),
                 token_ids=bool(request.return_token_ids),
                 may_call=use is not None,
+                functions=request.functions is not None,
+                told=told,
             ),
             stream=bool(request.stream),
             include_usage=bool(options and options.include_usage),
@@ -66,6 +75,18 @@ class Chat(GenerationEndpoint[ChatRequest]):
             chunk_token_ids=bool(request.return_token_ids),
             terms=self.terms(request, call),
         )
+
+    def _tools(self, request: ChatRequest) -> ToolUse | None:
+        """What the answer may call, of `tools` or of OpenAI's older `functions`."""
+        if request.functions is None and request.function_call is None:
+            return tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
+        if request.tools or request.tool_choice is not None:
+            raise invalid("functions: excludes tools, send one of them", "functions")
+        try:
+            return tool_use(*as_tools(request.functions, request.function_call), parallel=False)
+        except ApiError as error:
+            in_older_words(error)
+            raise
 
     def _reading(self, request: ChatRequest, logprobs: int, use: ToolUse | None, prompt_ids: list[int]) -> TextOptions:
         """How tokens become a message."""
@@ -81,7 +102,7 @@ class Chat(GenerationEndpoint[ChatRequest]):
 
     def _logprobs(self, request: ChatRequest, limits: Limits) -> int:
         """How many alternatives to report; -1 for no log-probabilities."""
-        if request.top_logprobs is not None and not request.logprobs:
+        if request.top_logprobs and not request.logprobs:
             raise invalid("top_logprobs: needs logprobs to be true", "top_logprobs")
         if not request.logprobs:
             return -1

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+import msgspec
+
 from protocol.messages import Limits
 from services.errors import invalid, unsupported
 from services.formats import CompletionFormat
 from services.generate import Job
 from services.journal import Call
+from services.prompt_logprobs import ToldPrompts
+from services.ranges import MAX_PROMPTS, ranged
 from services.routes.endpoint import GenerationEndpoint
-from services.sampling import check_ids, num_choices, ranged
+from services.sampling import check_ids, num_choices
 from services.schema import CompletionRequest, decode_field
 
 DEFAULT_MAX_TOKENS = 16
-MAX_PROMPTS = 1024
 
 P = TypeVar("P")
 
@@ -28,8 +31,8 @@ class Completions(GenerationEndpoint[CompletionRequest]):
     async def prepare(self, request: CompletionRequest, limits: Limits, call: Call) -> Job:
         """Check everything and build the job."""
         logprobs: int = ranged(request.logprobs, -1, "logprobs", 0, limits.max_logprobs)
-        if request.echo and logprobs >= 0:
-            raise unsupported("echo", "echo together with logprobs")
+        listed, echoed = self.listed(request, limits), logprobs if request.echo else -1
+        silent = request.max_tokens == 0 and (bool(request.echo) or listed >= 0)
         if request.best_of is not None and request.best_of != (request.n or 1):
             raise unsupported("best_of", "best_of other than n")
         texts = self._texts(request)
@@ -42,29 +45,36 @@ class Completions(GenerationEndpoint[CompletionRequest]):
             ids = self._ids(request, limits)
             n = num_choices(request, len(ids), self.state.config.max_choices)
         params = self.params(request, limits, logprobs, await self.grammar(request))
-        names = ("max_tokens", "prompt")
+        params = msgspec.structs.replace(params, prompt_logprobs=max(listed, echoed))
+        most = 1 if silent else request.max_tokens
+        places = [f"prompt[{index}]" for index in range(len(ids))] if len(ids) > 1 else ["prompt"]
         prompts = [
-            self.prompt(one, request, params, limits, request.max_tokens, DEFAULT_MAX_TOKENS, names) for one in ids
+            self.prompt(one, request, params, limits, most, DEFAULT_MAX_TOKENS, ("max_tokens", place))
+            for one, place in zip(ids, places, strict=True)
         ]
-        echo: list[str] = []
-        if request.echo:
+        shown: list[str] = []
+        if request.echo and texts is not None and request.truncate_prompt_tokens is None:
             shown = texts
-            if shown is None or request.truncate_prompt_tokens is not None:
-                shown = [await self.state.text.decode(p.ids, request.skip_special_tokens is not False) for p in prompts]
-            echo = [text for text in shown for _ in range(n)]
-        options = request.stream_options
+        elif request.echo:
+            shown = [await self.state.text.decode(p.ids, request.skip_special_tokens is not False) for p in prompts]
+        tokenizer, options = self.state.text.tokenizer, request.stream_options
+        told = None
+        if max(listed, echoed) >= 0:
+            told = ToldPrompts(tokenizer, [p.ids for p in prompts], n, listed=listed, echoed=echoed, texts=shown)
         return Job(
             prompts=prompts,
             n=n,
-            options=self.options(request, logprobs),
+            options=self.options(request, logprobs, silent=silent),
             format=CompletionFormat(
                 self.head(call),
-                self.state.text.tokenizer,
+                tokenizer,
                 logprobs=logprobs,
                 usage_null=bool(options and options.include_usage),
                 token_ids=bool(request.return_token_ids),
-                echo=echo,
+                echo=[text for text in shown for _ in range(n)],
+                told=told,
             ),
+            told=told,
             stream=bool(request.stream),
             include_usage=bool(options and options.include_usage),
             continuous_usage=bool(options and options.continuous_usage_stats),

@@ -16,12 +16,11 @@ from services.errors import invalid, unavailable
 from services.formats import Head
 from services.generate import Generator, Job, Prompt
 from services.journal import Call, Terms
-from services.sampling import build_params, milliseconds, output_limit, ranged, room, seed_of, stop_strings
-from services.sse import DisconnectWatch
+from services.ranges import MAX_NAME, ranged, within
+from services.sampling import build_params, milliseconds, output_limit, room, seed_of, stop_strings
+from services.sse import DisconnectWatch, Outlet
 from services.state import ApiState
 from services.structured import form_of
-
-MAX_NAME = 1024
 
 R = TypeVar("R", bound=schema.Sampling)
 
@@ -44,10 +43,10 @@ class GenerationEndpoint(ABC, Generic[R]):
             self._turn_away()
         body = await state.read_body(scope, receive)
         self._turn_away()
-        call = Call(state.clock, scope["state"]["request_id"], scope["state"].get("tenant", ""))
+        call = Call.of(scope["state"], state.clock)
         with DisconnectWatch(receive, call):
             try:
-                await self.respond(await self._job(body, call), call, send)
+                await self.respond(await self._job(body, call), call, Outlet(scope, send))
             finally:
                 self.over(call)
 
@@ -59,6 +58,7 @@ class GenerationEndpoint(ABC, Generic[R]):
 
     def over(self, call: Call) -> None:
         """Let go of a call, whatever happened to it."""
+        call.charge(sum(len(generation.tokens) for generation in call.generations))
         self.state.engine.release(call)
         if self.state.recording is not None:
             self.state.recording.over(call)
@@ -73,11 +73,13 @@ class GenerationEndpoint(ABC, Generic[R]):
 
     async def _job(self, body: bytes, call: Call) -> Job:
         request, unknown = schema.decode(body, self.request_type)
-        self.state.note_unknown(unknown)
+        self.state.note_unknown(unknown, call.ignored)
         return await self._checked(request, call)
 
     async def _checked(self, request: R, call: Call) -> Job:
         """The job for a request whose types are right."""
+        asked = within(request.priority, None, "priority")
+        request.priority = call.account.urgency(asked) if call.account is not None else asked
         self._turn_away(request.priority or 0)
         self.state.check_model(request.model)
         if request.stream_options is not None and not request.stream:
@@ -103,7 +105,7 @@ class GenerationEndpoint(ABC, Generic[R]):
     def terms(self, request: R, call: Call) -> Terms:
         """How the request is queued. With API keys the key stands for the tenant, else the user does."""
         return Terms(
-            priority=ranged(request.priority, 0, "priority", -(2**31), 2**31 - 1),
+            priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
             tenant=call.tenant or request.user or "",
             timeout_ms=milliseconds(request.timeout, "timeout"),
@@ -124,9 +126,17 @@ class GenerationEndpoint(ABC, Generic[R]):
         ends = self.state.eos_token_ids
         return build_params(request, self.state.defaults, limits, ends, logprobs, seed, grammar)
 
-    def options(self, request: R, logprobs: int) -> TextOptions:
-        """How tokens become text."""
+    def listed(self, request: R, limits: Limits) -> int:
+        """How many alternatives vLLM's list of the prompt's log-probabilities has; -1: there is none."""
+        listed: int = ranged(request.prompt_logprobs, -1, "prompt_logprobs", 0, limits.max_logprobs)
+        if listed >= 0 and request.stream:
+            raise invalid("prompt_logprobs: not available with stream", "prompt_logprobs")
+        return listed
+
+    def options(self, request: R, logprobs: int, *, silent: bool = False) -> TextOptions:
+        """How tokens become text. `silent`: none is wanted."""
         return TextOptions(
+            silent=silent,
             skip_special_tokens=request.skip_special_tokens is not False,
             stop=stop_strings(request.stop),
             include_stop=bool(request.include_stop_str_in_output),

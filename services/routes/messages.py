@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from services import schema
 from services.anthropic.formats import MessagesFormat
 from services.anthropic.schema import CountRequest, MessagesRequest
-from services.anthropic.translate import CHAT_NAMES, conversation, to_chat
+from services.anthropic.translate import CHAT_NAMES, CHAT_WORDS, conversation, to_chat
 from services.bodies import send_body
 from services.conversation import tokenize_chat
 from services.errors import ApiError, invalid
@@ -28,13 +28,13 @@ class Messages(Chat):
 
     async def _job(self, body: bytes, call: Call) -> Job:
         request, unknown = schema.decode(body, MessagesRequest)
-        self.state.note_unknown(unknown)
+        self.state.note_unknown(unknown, call.ignored)
         chat = to_chat(request)
         assert request.max_tokens is not None
         try:
             job = await self._checked(chat, call)
         except ApiError as error:
-            rename(error, CHAT_NAMES)
+            rename(error, CHAT_NAMES, CHAT_WORDS)
             raise
         return self._limited(job, request.max_tokens, call)
 
@@ -62,10 +62,18 @@ class CountTokens:
         """Answer `{"input_tokens"}`."""
         body = await self._state.read_body(scope, receive)
         request, unknown = schema.decode(body, CountRequest)
-        self._state.note_unknown(unknown)
+        self._state.note_unknown(unknown, scope["state"]["ignored"])
         self._state.check_model(request.model)
         chat: ChatRequest = conversation(request)
-        ids = await tokenize_chat(
+        try:
+            ids = await self._ids(chat)
+        except ApiError as error:
+            rename(error, CHAT_NAMES, CHAT_WORDS)
+            raise
+        await send_body(send, msgspec.json.encode({"input_tokens": len(ids)}))
+
+    async def _ids(self, chat: ChatRequest) -> list[int]:
+        return await tokenize_chat(
             self._state.text,
             chat.messages,
             add_generation_prompt=chat.add_generation_prompt,
@@ -74,4 +82,3 @@ class CountTokens:
             add_special_tokens=chat.add_special_tokens,
             tools=tool_use(chat.tools, chat.tool_choice, chat.parallel_tool_calls),
         )
-        await send_body(send, msgspec.json.encode({"input_tokens": len(ids)}))

@@ -12,26 +12,28 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
-from starlette.types import Message, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from services import schema
 from services.bodies import ClientGone, send_body
-from services.errors import ApiError, internal, invalid, unsupported
+from services.errors import ApiError, internal, invalid
 from services.generate import Generator, Job
 from services.journal import Call
+from services.responses import paging
 from services.responses.answer import Response
+from services.responses.events import EventLog, News, send_events
 from services.responses.formats import ResponsesFormat
 from services.responses.items import JsonItem, read_input
 from services.responses.schema import ResponsesRequest
-from services.responses.shelf import CANCEL, DELETE, GET, Found
-from services.responses.translate import CHAT_NAMES, check, to_chat
+from services.responses.shelf import CANCEL, DELETE, GET, LOOK_AGAIN_S, Found
+from services.responses.translate import CHAT_NAMES, CHAT_WORDS, check, to_chat
+from services.responses.truncate import fitted
 from services.routes.chat import Chat
+from services.sse import DisconnectWatch
 from services.state import ApiState
 from services.translate import rename
 
 log = logging.getLogger("triptych.api")
-
-DEFAULT_PAGE, MAX_PAGE = 20, 100
 
 
 class Responses(Chat):
@@ -43,22 +45,36 @@ class Responses(Chat):
 
     async def _job(self, body: bytes, call: Call) -> Job:
         request, unknown = schema.decode(body, ResponsesRequest)
-        self.state.note_unknown(unknown)
+        self.state.note_unknown(unknown, call.ignored)
         check(request)
         items = read_input(request.input)
         request.input = msgspec.Raw()  # it would keep the whole body in memory
         if request.previous_response_id is not None:
             items = [*await self._before(request.previous_response_id, call.tenant), *items]
         try:
-            job = await self._checked(to_chat(request, items), call)
+            job = await self._fitting(request, items, call)
         except ApiError as error:
-            rename(error, CHAT_NAMES)
+            rename(error, CHAT_NAMES, CHAT_WORDS)
             raise
-        return replace(job, format=ResponsesFormat(self._response(request, items, call)), include_usage=True)
+        tokenizer, logprobs = self.state.text.tokenizer, job.prompts[0].params.logprobs
+        answer = ResponsesFormat(self._response(request, items, call), tokenizer, logprobs)
+        return replace(job, format=answer, include_usage=True)
+
+    async def _fitting(self, request: ResponsesRequest, items: list[JsonItem], call: Call) -> Job:
+        """The job for the conversation, or for as much of it as fits if the request allows that."""
+
+        async def use(some: list[JsonItem]) -> Job:
+            return await self._checked(to_chat(request, some), call)
+
+        return await (fitted(items, use) if request.truncation == "auto" else use(items))
 
     async def _before(self, id: str, tenant: str) -> list[JsonItem]:
         """The conversation up to a kept response, its output included."""
-        found = await self.state.responses.do(GET, id, tenant or None)
+        try:
+            found = await self.state.responses.do(GET, id, tenant or None)
+        except ApiError as error:
+            error.param = "previous_response_id"
+            raise
         status = found.payload["status"]
         if status not in ("completed", "incomplete"):
             raise invalid(
@@ -82,6 +98,7 @@ class Responses(Chat):
             request=request,
             items=items,
             kept=kept,
+            log=EventLog() if request.background and request.stream else None,
         )
 
     async def respond(self, job: Job, call: Call, send: Send) -> None:
@@ -90,7 +107,10 @@ class Responses(Chat):
         response = job.format.response
         if response.background:
             await self._start(job, response, call)
-            await send_body(send, msgspec.json.encode(response.payload()))
+            if response.log is None:
+                await send_body(send, msgspec.json.encode(response.payload()))
+            else:
+                await _followed_log(response.log, -1, call, send, self.state.config.sse_ping_s)
             return
         generator = Generator(self.state, call, job)
         await generator.begin()
@@ -110,7 +130,7 @@ class Responses(Chat):
             )
         loop = asyncio.get_running_loop()
         begun: asyncio.Future[None] = loop.create_future()
-        own = Call(self.state.clock, call.label, call.tenant)
+        own = Call(self.state.clock, call.label, call.tenant, call.account)
         response.abort = own.disconnect
         task = loop.create_task(self._run(job, response, own, begun))
         self._background.add(task)
@@ -119,7 +139,10 @@ class Responses(Chat):
 
     async def _run(self, job: Job, response: Response, call: Call, begun: asyncio.Future[None]) -> None:
         """One response in the background, from its Submit to its end."""
+        assert isinstance(job.format, ResponsesFormat)
         generator = Generator(self.state, call, job)
+        if call.account is not None:
+            call.account.hold()
         try:
             try:
                 await generator.begin()
@@ -133,6 +156,12 @@ class Responses(Chat):
             log.exception("response %s failed", response.id)
         finally:
             self.over(call)
+            if call.account is not None:
+                call.account.leave()
+            if response.log is not None:
+                if response.status == "cancelled":
+                    job.format.cancelled()
+                response.log.close()
 
     @contextlib.contextmanager
     def _followed(self, response: Response) -> Iterator[None]:
@@ -154,6 +183,19 @@ class Responses(Chat):
             self.state.responses.keep(response)
 
 
+async def _followed_log(events: EventLog, after: int, call: Call, send: Send, ping_s: float) -> None:
+    """Send the events of a response in this process as they come."""
+
+    async def look(number: int) -> News:
+        return events.news(number)
+
+    events.follow(call)
+    try:
+        await send_events(look, after, call, send, wait_s=None, ping_s=ping_s)
+    finally:
+        events.leave(call)
+
+
 async def _to_nobody(message: Message) -> None:
     """Where the bytes of an answer go that is kept and not sent."""
 
@@ -169,8 +211,11 @@ class KeptResponses:
         if request.method == "DELETE":
             id = (await self._do(DELETE, request)).payload["id"]
             return _json({"id": id, "object": "response", "deleted": True})
-        if request.query_params.get("stream", "false").lower() in ("true", "1"):
-            raise unsupported("stream", "streaming a response that has been created before")
+        after = request.query_params.get("starting_after")
+        if paging.flag(request.query_params, "stream") and request.method == "GET":  # HEAD would wait for its end
+            return _Following(self._state, request, -1 if after is None else _number(after))
+        if after is not None:
+            raise invalid("starting_after: needs stream", "starting_after")
         return _json((await self._do(GET, request)).payload)
 
     async def cancel(self, request: Request) -> HttpResponse:
@@ -182,30 +227,42 @@ class KeptResponses:
 
     async def input_items(self, request: Request) -> HttpResponse:
         """What the model was given, earlier responses of the conversation included: the newest first, in pages."""
-        limit = _whole_number(request.query_params.get("limit", str(DEFAULT_PAGE)))
-        order = request.query_params.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise invalid(f"order: {order[:40]!r}, allowed are 'asc' and 'desc'", "order")
-        items = list((await self._do(GET, request)).items)
-        if order == "desc":
-            items.reverse()
-        after = request.query_params.get("after")
-        if after is not None:
-            ids = [item["id"] for item in items]
-            if after not in ids:
-                raise invalid(f"after: there is no item {after[:100]!r}", "after")
-            items = items[ids.index(after) + 1 :]
-        page = items[:limit]
-        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
-        return _json({"object": "list", "data": page, **ends, "has_more": len(items) > limit})
+        paging.check(request.query_params)
+        return _json(paging.page_of((await self._do(GET, request)).items, request.query_params))
 
     async def _do(self, what: str, request: Request) -> Found:
         return await self._state.responses.do(what, request.path_params["id"], request.scope["state"].get("tenant"))
 
 
-def _whole_number(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= MAX_PAGE):
-        raise invalid(f"limit: {text[:40]!r} is not a whole number from 1 to {MAX_PAGE}", "limit", "out_of_range")
+class _Following(HttpResponse):
+    """The events of a response that has been created before, from a number on and as they come."""
+
+    def __init__(self, state: ApiState, request: Request, after: int) -> None:
+        super().__init__()
+        self._state = state
+        self._id = request.path_params["id"]
+        self._tenant: str | None = request.scope["state"].get("tenant")
+        self._after = after
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them. ApiError 404 or 400 if there are none."""
+        shelf, ping_s = self._state.responses, self._state.config.sse_ping_s
+        call = Call(self._state.clock, scope["state"]["request_id"])
+        own = shelf.own(self._id, self._tenant)
+        with DisconnectWatch(receive, call):
+            if own is not None and own.log is not None:
+                await _followed_log(own.log, self._after, call, send, ping_s)
+                return
+
+            async def look(number: int) -> News:
+                return await shelf.news(self._id, self._tenant, number)
+
+            await send_events(look, self._after, call, send, wait_s=LOOK_AGAIN_S, ping_s=ping_s)
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 9):
+        raise invalid(f"starting_after: {text[:40]!r} is not the number of an event", "starting_after")
     return int(text)
 
 

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from protocol import wire
-from services.errors import ApiError
+from services.errors import RETRY_AFTER_S, ApiError
 from services.state import ApiState
 
 
@@ -24,7 +24,7 @@ class StatusRoutes:
         """200 while the whole chain works, 503 with the reason otherwise. Draining is still healthy."""
         problem = self.state.engine.chain.problem()
         body = {"status": "unhealthy" if problem else "ok", "reason": problem or None}
-        return _json(body | self.state.engine.chain.replicas(), 503 if problem else 200)
+        return _health(body | self.state.engine.chain.replicas(), problem)
 
     async def ready(self, request: Request) -> Response:
         """200 while new requests are welcome, 503 with the reason otherwise."""
@@ -35,15 +35,11 @@ class StatusRoutes:
         if not problem and chain.status is not None and chain.status.draining:
             problem = "the scheduler is draining"
         body = {"status": "not ready" if problem else "ready", "reason": problem or None}
-        return _json(body | chain.replicas(), 503 if problem else 200)
+        return _health(body | chain.replicas(), problem)
 
     async def version(self, request: Request) -> Response:
         """The program's version and the protocol it speaks."""
-        try:
-            version = metadata.version("triptych")
-        except metadata.PackageNotFoundError:
-            version = "unknown"  # run from a source tree that was never installed
-        return _json({"version": version, "protocol": wire.PROTOCOL_VERSION, "schema": wire.SCHEMA_DIGEST})
+        return _json({"version": program_version(), "protocol": wire.PROTOCOL_VERSION, "schema": wire.SCHEMA_DIGEST})
 
     async def load(self, request: Request) -> Response:
         """How much is going on in all API processes behind this port, in each of them if several, and the scheduler."""
@@ -85,6 +81,21 @@ class StatusRoutes:
             "parent": None,
             "max_model_len": limits.max_model_len if limits else None,
         }
+
+
+def _health(body: dict[str, Any], problem: str) -> Response:
+    answer = _json(body, 503 if problem else 200)
+    if problem:
+        answer.headers["Retry-After"] = str(RETRY_AFTER_S)
+    return answer
+
+
+def program_version() -> str:
+    """The installed version; "unknown" from a source tree that was never installed."""
+    try:
+        return metadata.version("triptych")
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def _json(body: dict[str, Any], status: int = 200) -> Response:

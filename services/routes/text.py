@@ -26,7 +26,7 @@ class Tokenize:
         """Answer `{"count", "max_model_len", "tokens", "token_strs"}`."""
         body = await self.state.read_body(scope, receive)
         request, unknown = schema.decode(body, schema.TokenizeRequest)
-        self.state.note_unknown(unknown)
+        self.state.note_unknown(unknown, scope["state"]["ignored"])
         self.state.check_model(request.model)
         ids = await self._ids(request)
         limits = self.state.engine.chain.limits
@@ -66,7 +66,7 @@ class Detokenize:
         """Answer `{"prompt"}`."""
         body = await self.state.read_body(scope, receive)
         request, unknown = schema.decode(body, schema.DetokenizeRequest)
-        self.state.note_unknown(unknown)
+        self.state.note_unknown(unknown, scope["state"]["ignored"])
         self.state.check_model(request.model)
         check_ids(request.tokens, "tokens", self.state.text.tokenizer.vocab_size)
         text = await self.state.text.decode(request.tokens, bool(request.skip_special_tokens))

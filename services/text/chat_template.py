@@ -106,9 +106,9 @@ class ChatTemplate:
         }
         template = self._templates[name]
         if not continue_final_message:
-            return template.render(messages=chat, **variables)
+            return template.render({**variables, "messages": chat})
         final = _tag_final(chat[-1])
-        return _cut_at_tag(template.render(messages=chat, **variables), final)
+        return _cut_at_tag(template.render({**variables, "messages": chat}), final)
 
     def _content(self, name: str, message: dict[str, Any]) -> dict[str, Any]:
         content = message.get("content")
@@ -151,11 +151,13 @@ class ChatTemplate:
         }
         try:
             text = self._templates[name].render(
-                messages=conversations.get(role, [probe, hello]),
-                **self._variables,
-                tools=None,
-                documents=None,
-                add_generation_prompt=False,
+                {
+                    **self._variables,
+                    "messages": conversations.get(role, [probe, hello]),
+                    "tools": None,
+                    "documents": None,
+                    "add_generation_prompt": False,
+                }
             )
         except TemplateError:
             return None

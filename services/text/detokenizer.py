@@ -55,6 +55,7 @@ class Detokenizer:
         self._matcher = StopMatcher(stop, include_stop) if stop else None
         self._min_tokens = min_tokens
         self._decoder = _utf8("replace")
+        self._inside = False  # a character that isn't complete
         self._prompt_tail = b""
         self._begun = any(token not in self._skipped and tokenizer.token_bytes(token) for token in prompt_ids)
         if self._begun:
@@ -82,10 +83,10 @@ class Detokenizer:
             if self.stopped is not None:
                 break
             self.token_count += 1
-            text = "" if token_id in self._skipped else self._decode(token_id)
+            text = self._text(token_id)
             self._decoded_length += len(text)
             # A token that ends inside a character has its text out when that character is.
-            self._ends.append(self._decoded_length + bool(self._decoder.getstate()[0]))
+            self._ends.append(self._decoded_length + self._inside)
             if not text:
                 continue
             if self._matcher is None:
@@ -118,6 +119,18 @@ class Detokenizer:
                 self._ends.popleft()
                 tokens += 1
         return Delta(text, self.stopped, tokens)
+
+    def _text(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        # Between whole characters a token's text doesn't depend on its neighbours: most are looked up, not decoded.
+        if self._begun and not self._inside and not self._prompt_tail:
+            text = self._tokenizer.token_text(token_id)
+            if text is not None:
+                return text
+        text = self._decode(token_id)
+        self._inside = bool(self._decoder.getstate()[0])
+        return text
 
     def _decode(self, token_id: int) -> str:
         raw = self._tokenizer.token_bytes(token_id)

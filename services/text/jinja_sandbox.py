@@ -7,7 +7,7 @@ calls, on the size of the text, and on what `*`, `**` and `range` may build.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from datetime import datetime
 from typing import Any
@@ -152,13 +152,13 @@ class CompiledTemplate:
             ) from error
         self._template = jinja2.Template.from_code(environment, code, environment.make_globals(None))
 
-    def render(self, **variables: Any) -> str:
+    def render(self, variables: Mapping[str, Any]) -> str:
         """The text. Raises `TemplateError` for whatever goes wrong inside the template."""
         token = _turns_left.set(MAX_TURNS)
         parts: list[str] = []
         size = 0
         try:
-            for part in self._template.generate(**variables):
+            for part in self._template.generate(variables):
                 size += len(part)
                 if size > MAX_CHARACTERS:
                     raise TemplateError(f"the chat template writes more than {MAX_CHARACTERS} characters")

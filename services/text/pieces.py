@@ -41,6 +41,7 @@ class Pieces:
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
         self._known: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
         self._byte_level = False
         self._byte_fallback = False
         self._space: str | None = None  # the character that stands for a space
@@ -54,6 +55,17 @@ class Pieces:
         if piece is None:
             piece = self._known[token_id] = self._compute(token_id)
         return piece
+
+    def text(self, token_id: int) -> str | None:
+        """The bytes as text; None if they are not whole characters."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            try:
+                text = self.of(token_id).decode()
+            except UnicodeDecodeError:
+                text = None
+            return self._texts.setdefault(token_id, text)
 
     def first(self, token_id: int) -> bytes:
         """The bytes of a token that begins a text: SentencePiece families drop the space they put there."""

@@ -88,6 +88,10 @@ class Tokenizer:
         """The bytes that a token in the middle of a text stands for; a special token's are those of its name."""
         return self._pieces.of(token_id)
 
+    def token_text(self, token_id: int) -> str | None:
+        """The text of a token that is made of whole characters, in the middle of a text; None for any other."""
+        return self._pieces.text(token_id)
+
     def first_token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token with nothing before it; SentencePiece families drop its leading space."""
         return self._pieces.first(token_id)

@@ -11,12 +11,16 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class CallDelta:
-    """What is new in one call. The first delta of a call, and no other, has its id and name."""
+    """What is new in one call. The first delta of a call, and no other, has its id and name.
+
+    `custom`: it is one of a custom tool, and `arguments` the text of its input.
+    """
 
     index: int
     id: str = ""
     name: str = ""
     arguments: str = ""
+    custom: bool = False
 
 
 class Sink:

@@ -12,6 +12,7 @@ from services.text.chat_template import ChatTemplate
 from services.text.tokenizer import Tokenizer
 from services.tools import hermes, llama, mistral, qwen_coder, reasoning
 from services.tools.calls import Sink
+from services.tools.grammar import keeps_patterns
 from services.tools.hermes import Hermes
 from services.tools.llama import LlamaJson
 from services.tools.mistral import Mistral
@@ -88,6 +89,9 @@ class Dialect:
         if not self.parser:
             message = "tools: the format in which this model calls them is not known; --tool-call-parser names it"
             raise ApiError(400, message, code="unsupported", param="tools")
+        if use.custom & use.strict and not keeps_patterns(self.parser, use):
+            message = "tools: a custom tool's format can't be kept in this model's calls; leave it out or force a call"
+            raise ApiError(400, message, code="unsupported", param="tools")
         return replace(use, parallel=use.parallel and self.parallel)
 
     def shown(self, use: ToolUse | None) -> frozenset[int]:
@@ -119,7 +123,8 @@ class Dialect:
                 kind = PARSERS[self.parser]
                 shown = [text for text in hidden if text in kind.markers]
                 parser = kind(Sink(lambda: call_id(random()), single=not use.parallel), use.schemas, shown)
-            return MessageReader(thoughts, parser, show_reasoning=show_reasoning)
+            custom = use.custom if use is not None else ()
+            return MessageReader(thoughts, parser, show_reasoning=show_reasoning, custom=custom)
 
         return make
 

@@ -13,6 +13,8 @@ from services.tools.request import ToolUse
 Mark = Callable[[str], str]
 """How a marker is written in the grammar: as a text, or as the special token that it is."""
 
+MARKED = ("hermes", "mistral", "qwen3_coder")
+"""Formats in which a marker announces each call."""
 _SPACE = r"[ \t\n\r]{1,100}"
 _ANY = "/(?s:.*)/"
 _COMMA, _LINE = '", "', r'"\n"'
@@ -142,8 +144,16 @@ class AnswerGrammar:
 
 
 def enforceable(parser: str, use: ToolUse) -> bool:
-    """Whether a request needs a grammar: calls that must come, or strict ones in a format that marks them."""
-    return use.forced or (bool(use.strict) and parser in ("hermes", "mistral", "qwen3_coder"))
+    """Whether a request needs a grammar: calls that must come, or strict or limited ones in a format that marks them.
+
+    In the other formats what calls a function that may not be called is no call.
+    """
+    return use.forced or ((bool(use.strict) or use.limited) and parser in MARKED)
+
+
+def keeps_patterns(parser: str, use: ToolUse) -> bool:
+    """Whether strings in strict calls keep a pattern. Qwen3-Coder's are texts between tags."""
+    return parser != "qwen3_coder" and (use.forced or parser in MARKED)
 
 
 def dumps(value: Any) -> str:

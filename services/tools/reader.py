@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from services.tools.calls import CallDelta
+from services.tools.custom import Inputs
 from services.tools.parser import Parser
 from services.tools.reasoning import Reasoning
 
@@ -18,12 +20,20 @@ class Parts(NamedTuple):
 
 
 class MessageReader:
-    """Reads one choice. Without a parser all that isn't thought is content."""
+    """Reads one choice. Without a parser what isn't thought is content. `custom` names tools whose input is a text."""
 
-    def __init__(self, reasoning: Reasoning | None, parser: Parser | None, *, show_reasoning: bool = True) -> None:
+    def __init__(
+        self,
+        reasoning: Reasoning | None,
+        parser: Parser | None,
+        *,
+        show_reasoning: bool = True,
+        custom: Collection[str] = (),
+    ) -> None:
         self._reasoning = reasoning
         self._parser = parser
         self._show = show_reasoning
+        self._inputs = Inputs(custom) if custom else None
         self._thoughts: list[str] = []
         self._content: list[str] = []
 
@@ -68,6 +78,8 @@ class MessageReader:
         calls: list[CallDelta] = []
         if self._parser is not None:
             content, calls = self._parser.sink.take()
+            if self._inputs is not None:
+                calls = self._inputs.replaced(calls)
         return Parts(thoughts if self._show else "", content, calls)
 
     def _say(self, text: str) -> None:

@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--each", type=int, default=20, metavar="N", help="disturbances of each kind")
     parser.add_argument("--only", nargs="*", choices=KINDS, default=KINDS, metavar="KIND", help=", ".join(KINDS))
     parser.add_argument("--at-once", type=float, default=0.15, metavar="SHARE", help="of those that follow at once")
+    parser.add_argument("--together", action="store_true", help="stops, hangs and freezes hit all roles at once")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
     parser.add_argument("--log", type=Path, metavar="FILE", help="write the server's log there")
     parser.add_argument("--verbose", action="store_true", help="say each disturbance")
@@ -34,6 +35,7 @@ def main() -> int:
         options.seed,
         dict.fromkeys(options.only, options.each),
         at_once=options.at_once,
+        together=options.together,
         extra=tuple(extra),
         say=_say if options.verbose else lambda line: None,
     )

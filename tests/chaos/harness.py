@@ -129,20 +129,21 @@ def run(
     counts: Mapping[str, int],
     *,
     at_once: float = 0.15,
+    together: bool = False,
     extra: tuple[str, ...] = (),
     say: Say = lambda line: None,
 ) -> Report:
     """Start a server, learn the twins, disturb it `counts` times, and look at what is left. Blocks until all is over.
 
-    `at_once`: the share of disturbances that follow the one before at once. `extra` are further flags of
-    `triptych serve`; `say` hears of each disturbance.
+    `at_once`: the share of disturbances that follow the one before at once. `together`: see `Plan`. `extra` are
+    further flags of `triptych serve`; `say` hears of each disturbance.
     """
     report = Report(backend, seed)
     setting = BACKENDS[backend]
     with running_server(*COMMON, *setting.flags, *extra, env={"PYTHONFAULTHANDLER": "1"}) as server:
         fleet = Fleet(server)
         try:
-            uvloop.run(_storm(fleet, setting, Plan(counts, setting.spacing, at_once), report, say))
+            uvloop.run(_storm(fleet, setting, Plan(counts, setting.spacing, at_once, together), report, say))
         finally:
             report.log = server.log() + fleet.log_of_own()
         shared = fleet.shared_memory()

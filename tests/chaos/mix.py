@@ -78,6 +78,7 @@ TRAITS: tuple[tuple[str, str, Callable[[random.Random], Traits]], ...] = (
     ("to the limit", COMPLETIONS, lambda rng: {**_seeded(rng), "ignore_eos": True}),
     ("biased", CHAT, _biased),
     ("echo", COMPLETIONS, lambda rng: {**_greedy(rng), "echo": True, "min_tokens": 4}),
+    ("echo with logprobs", COMPLETIONS, lambda rng: {**_greedy(rng), "echo": True, "logprobs": 1}),
     ("brief", COMPLETIONS, lambda rng: {**_seeded(rng), "max_tokens": rng.randint(1, 3)}),
     ("long prompt", COMPLETIONS, lambda rng: {**_greedy(rng), "max_tokens": 8}),
 )

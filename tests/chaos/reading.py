@@ -95,7 +95,8 @@ def _logprobs(given: dict[str, Any] | None) -> list[tuple[str, float]]:
         return []
     if "content" in given:
         return [(entry["token"], entry["logprob"]) for entry in given["content"]]
-    return list(zip(given["tokens"], given["token_logprobs"], strict=True))
+    values = (0.0 if value is None else value for value in given["token_logprobs"])  # an echo's first token has none
+    return list(zip(given["tokens"], values, strict=True))
 
 
 @dataclass(slots=True)

@@ -31,6 +31,8 @@ HANGS = {"hang scheduler": "scheduler", "hang runner": "runner"}
 FREEZES = {"freeze scheduler": "scheduler", "freeze runner": "runner", "freeze api": "api"}
 OTHERS = ("takeover", "disconnect", "garbage")
 KINDS = (*KILLS, *STOPS, *HANGS, *FREEZES, *OTHERS)
+FAMILIES = (STOPS, HANGS, FREEZES)
+"""What takes its time, and may hit all roles at once."""
 WITHOUT_PAUSE = ("disconnect", "garbage")
 
 API_PROCESSES = 2
@@ -55,17 +57,28 @@ class Event:
 
 @dataclass(slots=True)
 class Plan:
-    """How often each kind is to happen, how many tokens lie between two, and how many follow at once (a share)."""
+    """How often each kind is to happen, how many tokens lie between two, and how many follow at once (a share).
+
+    `together`: stops hit all roles in the same instant, and so do hangs, and what hangs for good.
+    """
 
     counts: Mapping[str, int]
     spacing: tuple[int, int]
     share_at_once: float
+    together: bool = False
 
-    def order(self, rng: random.Random) -> list[str]:
-        """All disturbances in random order."""
-        kinds = [kind for kind, count in self.counts.items() for _ in range(count)]
-        rng.shuffle(kinds)
-        return kinds
+    def order(self, rng: random.Random) -> list[tuple[str, ...]]:
+        """All disturbances in random order; those of one tuple happen at the same time."""
+        left = dict(self.counts)
+        found: list[tuple[str, ...]] = []
+        for family in FAMILIES if self.together else ():
+            kinds = tuple(kind for kind in family if left.get(kind))
+            for _ in range(min((left[kind] for kind in kinds), default=0)):
+                found.append(kinds)
+                left.update({kind: left[kind] - 1 for kind in kinds})
+        found += [(kind,) for kind, count in left.items() for _ in range(count)]
+        rng.shuffle(found)
+        return found
 
 
 @dataclass(slots=True)
@@ -83,17 +96,22 @@ class Storm:
 
     async def run(self, plan: Plan, after_each: Callable[[int], None]) -> None:
         """All disturbances of the plan, then calm. Raises Stuck when the streams don't go on."""
-        kinds = plan.order(self.rng)
+        order = plan.order(self.rng)
         # What is frozen has to have run: who hangs before the first sign of life is not known to be there.
-        follows = [kind not in FREEZES and self.rng.random() < plan.share_at_once for kind in kinds] + [False]
+        follows = [kinds[0] not in FREEZES and self.rng.random() < plan.share_at_once for kinds in order] + [False]
         follows[0] = False
-        for number, kind in enumerate(kinds):
+        for number, kinds in enumerate(order):
             if not follows[number]:
                 await self._calm(plan)
-            self.events.append(Event(kind, time.monotonic(), alone=not (follows[number] or follows[number + 1])))
-            self.say(f"{number + 1} of {len(kinds)}: {kind}, {self.progress.tokens} tokens so far")
-            while not await self._disturb(kind, plan):
-                pass
+            alone = len(kinds) == 1 and not (follows[number] or follows[number + 1])
+            self.events += [Event(kind, time.monotonic(), alone) for kind in kinds]
+            self.say(f"{number + 1} of {len(order)}: {', '.join(kinds)}, {self.progress.tokens} tokens so far")
+            if kinds[0] in HANGS:
+                await self._until(lambda: self._health() == 200, "health before the hang")
+            ends = await asyncio.gather(*(self._disturb(kind, plan) for kind in kinds), return_exceptions=True)
+            for end in ends:
+                if end is not None:
+                    raise end
             after_each(number)
         await self._calm(plan)
 
@@ -103,13 +121,11 @@ class Storm:
             last = ", ".join(event.kind for event in self.events[-3:])
             raise Stuck(f"no token for {self.silence_s:g} s after: {last} (disturbance {len(self.events)})")
 
-    async def _disturb(self, kind: str, plan: Plan) -> bool:
-        """False when the victim had ended before it was hit."""
-        try:
-            await self._hit(kind, plan)
-        except psutil.NoSuchProcess:
-            return False
-        return True
+    async def _disturb(self, kind: str, plan: Plan) -> None:
+        """Again with another victim when one had ended before it was hit."""
+        while True:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                return await self._hit(kind, plan)
 
     async def _hit(self, kind: str, plan: Plan) -> None:
         if kind in KILLS:
@@ -119,11 +135,10 @@ class Storm:
                 # Until no client gets anything any more, or those of another API process have got enough.
                 await self.progress.reach(self.progress.tokens + self.rng.randint(*plan.spacing), BRIEF_STOP_S)
         elif kind in HANGS:
-            await self._until(lambda: self._health() == 200, "health before the hang")
             with self._stopped(await self._one(HANGS[kind])) as victim:
                 await self._until(lambda: not _alive(victim) or self._health() == 503, "the hang to be noticed")
         elif kind in FREEZES:
-            with self._stopped(await self._one(FREEZES[kind])) as victim:
+            with self._stopped(await self._one(FREEZES[kind], oldest=True)) as victim:
                 if FREEZES[kind] == "api":
                     self.clients.excuse(self.fleet.http_ports(victim))
                 if self.fleet.is_own(victim):  # nobody watches over it but we: it is replaced by force
@@ -155,10 +170,10 @@ class Storm:
         self.fleet.kill(victim)
         await self._until(lambda: not _alive(victim), "the end of what was killed")
 
-    async def _one(self, role: str) -> psutil.Process:
+    async def _one(self, role: str, *, oldest: bool = False) -> psutil.Process:
         """A live process of the role; one that has just been killed is waited for."""
         members = await self._until(lambda: self.fleet.members(role), f"a {role}")
-        return self.rng.choice(members)
+        return members[0] if oldest else self.rng.choice(members)
 
     def _health(self) -> int:
         try:

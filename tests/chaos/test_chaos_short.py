@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import pytest
 
 from tests.chaos.harness import run
 from tests.chaos.mix import TRAITS
 from tests.chaos.reading import Answer, Choice, compare
-from tests.chaos.storm import KILLS, KINDS, STOPS
+from tests.chaos.storm import KILLS, KINDS, STOPS, Plan
 
 LOG_LINES = 150
 QUICK = (*KILLS, *STOPS, "takeover", "disconnect", "garbage")
@@ -28,6 +31,15 @@ def test_streams_go_on_whoever_dies_hangs_leaves_or_is_replaced(
     assert len(report.events) == each * len(kinds), said
     assert report.tally.answers > len(TRAITS), "a storm without load shows nothing"
     assert report.tally.lost == report.tally.repeated == report.tally.differing == 0
+
+
+def test_stops_may_hit_all_roles_in_the_same_instant() -> None:
+    counts = {"stop scheduler": 2, "kill api": 1, "stop api": 3}
+    assert Counter(Plan(counts, (1, 1), 0.0, together=True).order(random.Random(1))) == {
+        ("stop scheduler", "stop api"): 2,
+        ("stop api",): 1,
+        ("kill api",): 1,
+    }
 
 
 TWIN = [5, 6, 7, 8, 9, 5, 6]

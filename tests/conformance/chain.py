@@ -18,7 +18,7 @@ from protocol.messages import Limits
 from tests.conformance.ends import ApiEnd, RawPeer, RunnerEnd, World, socket_path
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 LEASE_S = 1.5
 CAPABILITIES = {
     "chunked-prefill": "computes a prompt in parts when it exceeds the token budget",

@@ -13,7 +13,7 @@ import zmq
 
 from protocol import wire
 from protocol.channels import ChannelError, ClientChannel, ServerChannel, new_instance
-from protocol.columns import i32, pack_i32, pack_u64, u64
+from protocol.columns import f32, i32, pack_i32, pack_u64, u64
 from protocol.messages import (
     Abort,
     Control,
@@ -237,6 +237,8 @@ class ApiEnd:
         self.rejected: dict[int, list[Rejected]] = {}
         self.finished: dict[int, Finished] = {}
         self.logprobs: list[TokenLogprobs] = []
+        self.told: dict[int, list[float]] = {}
+        """Of prompts, from the second token on: what misses no position, and has each once."""
         self.replies: list[ControlReply] = []
         self.statuses: list[SchedulerStatus] = []
         self.welcomes: list[Welcome] = []
@@ -330,6 +332,11 @@ class ApiEnd:
             self.accepted.add(request_id)
         for rejected in outputs.rejected:
             self.rejected.setdefault(rejected.id, []).append(rejected)
+        for part in outputs.prompt_logprobs:
+            self._require(part.id in self.accepted, f"the prompt of request {part.id}, which was not accepted")
+            told = self.told.setdefault(part.id, [])
+            self._require(part.position <= len(told) + 1, f"a gap in the prompt of {part.id}: {len(told)}, {part}")
+            told += f32(part.logprobs)[len(told) + 1 - part.position :].tolist()
         columns = (u64(outputs.ids), i32(outputs.positions), i32(outputs.tokens))
         for request_id, position, token in zip(*(column.tolist() for column in columns), strict=True):
             self._take_token(request_id, position, token)
@@ -344,6 +351,9 @@ class ApiEnd:
         who = f"request {request_id}"
         self._require(request_id in self.accepted, f"a token for {who}, which was not accepted")
         self._require(request_id not in self.finished, f"a token for {who} after its end")
+        asked, told = self.world.asked[request_id], self.told.get(request_id, [])
+        complete = asked.params.prompt_logprobs < 0 or len(told) == len(asked.prompt) - 1
+        self._require(complete, f"a token of {who}, which has been told {len(told)} of its prompt")
         stream = self.tokens[request_id]
         self._require(position == len(stream), f"{who}: token {position} after {len(stream)} tokens")
         want = self.world.token(request_id, len(self.world.asked[request_id].prompt) + position)

@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from protocol.columns import i32, pack_i32, pack_u64, u64
+import numpy as np
+from msgspec.structs import replace
+
+from protocol.columns import F32, i32, pack_i32, pack_u64, u64
 from protocol.messages import (
     Limits,
     NewRequest,
+    PromptLogprobs,
     RowError,
     SamplingParams,
     Step,
@@ -51,6 +55,7 @@ class Resident:
     computed: int
     pages: list[int]
     asked: Asked
+    told: int = 0
     dead: bool = False
 
 
@@ -63,6 +68,15 @@ class Seen:
     counts: dict[int, int]
     arrived: dict[int, int] = field(default_factory=dict)
     sampled: list[int] = field(default_factory=list)
+
+
+def _told(row: Resident, count: int) -> list[PromptLogprobs]:
+    """What the next `count` tokens of a row tell of its prompt: of each its negative position."""
+    first, end = max(row.computed + 1, row.told), min(row.computed + count + 1, row.num_prompt)
+    if row.asked.params.prompt_logprobs < 0 or first >= end:
+        return []
+    own = -np.arange(first, end, dtype=F32)
+    return [PromptLogprobs(row.id, row.incarnation, first, own.tobytes(), pack_i32([1] * len(own)))]
 
 
 class Judge:
@@ -131,11 +145,12 @@ class Judge:
             return StepResult(step.epoch, step.step_id, failure=failure)
         rows = [(self.residents[i], count) for i, count in seen.counts.items() if i not in self._void]
         rows = [(row, count) for row, count in rows if not row.dead]
+        prompts = [part for row, count in rows for part in _told(row, count)]
         for row, count in rows:
             self._write(row, count)
         for row, _ in rows:
             self._read(row)
-        result = self._sample(step, seen, row_errors or {})
+        result = replace(self._sample(step, seen, row_errors or {}), prompt_logprobs=prompts)
         self._record_filled(step)
         return result
 
@@ -177,6 +192,12 @@ class Judge:
             0 <= new.num_computed < len(tokens) and new.num_computed % self._size == 0,
             f"{where}: {new.num_computed} of {len(tokens)} tokens computed, in pages of {self._size}",
         )
+        owes = asked.params.prompt_logprobs >= 0 and new.prompt_logprobs_from < new.num_prompt
+        self._require(
+            not owes or new.num_computed < max(new.prompt_logprobs_from, 1),
+            f"{where}: {new.num_computed} tokens from pages, and the log-probabilities before "
+            f"{new.prompt_logprobs_from} are known: those between would never be told",
+        )
         cached = new.num_computed // self._size
         self._require(len(pages) >= cached, f"{where}: {len(pages)} pages for {new.num_computed} computed tokens")
         self._require(len(set(pages)) == len(pages), f"{where} holds a page twice: {pages}")
@@ -186,7 +207,8 @@ class Judge:
         for page in pages[:cached]:
             self._holders[page] += 1
         self.residents[new.id] = Resident(
-            new.id, new.incarnation, tokens, new.num_prompt, new.num_computed, pages, asked
+            *(new.id, new.incarnation, tokens, new.num_prompt, new.num_computed, pages, asked),
+            max(new.prompt_logprobs_from, 1),
         )
 
     def _grow(self, step: Step, ids: list[int]) -> None:

@@ -147,6 +147,10 @@ class MinimalScheduler:
             found = self.requests.get(error.id)
             if found is not None and found.incarnation == error.incarnation:
                 self.finish(found, RequestStatus.ERROR, -1, error.code, error.message)
+        for part in message.prompt_logprobs:
+            found = self.requests.get(part.id)
+            if found is not None and found.incarnation == part.incarnation:
+                self.tell(found.peer, prompt_logprobs=[part])  # all of it again after an eviction
         sampled: dict[int, list[Request]] = {}
         columns = (u64(message.ids), i32(message.incarnations), i32(message.positions), i32(message.tokens))
         for request_id, incarnation, position, token in zip(*(column.tolist() for column in columns), strict=True):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from protocol.columns import i32, pack_i32, pack_u64, u64
 from protocol.messages import Finished, NewRequest, Outputs, RequestStatus, SamplingParams, Step, StepFailure
@@ -173,7 +174,29 @@ def told(**changes: Any) -> Outputs:
 def test_an_api_end_names_what_it_should_not_have_been_told(bench: Bench, outputs: list[Outputs], message: str) -> None:
     api = ApiEnd.__new__(ApiEnd)
     api.world, api.mine, api.tokens = bench.world, {1}, {1: []}
-    api.accepted, api.rejected, api.finished, api.logprobs = set(), {}, {}, []
+    api.accepted, api.rejected, api.finished, api.logprobs, api.told = set(), {}, {}, [], {}
     with pytest.raises(Violation, match=message):
         for one in outputs:
             api._take(one)
+
+
+def test_what_is_told_of_prompts_is_judged_at_both_ends(bench: Bench) -> None:
+    asking = replace(PARAMS, prompt_logprobs=0)
+    bench.world.asked[1] = Asked(bench.world.asked[1].prompt, asking)
+    first = bench.judge.execute(bench.step({1: 4}, bench.new(params=asking)))
+    second = bench.judge.execute(bench.step({1: 2}, filled_blocks=pack_i32([1]), filled_hashes=b"h" * 16))
+    parts = [*first.prompt_logprobs, *second.prompt_logprobs]
+    assert [(part.position, part.end) for part in parts] == [(1, 5), (5, 6)]
+    api = ApiEnd.__new__(ApiEnd)
+    api.world, api.mine, api.tokens = bench.world, {1}, {1: []}
+    api.accepted, api.rejected, api.finished, api.logprobs, api.told = {1}, {}, {}, [], {}
+    with pytest.raises(Violation, match="a gap in the prompt of 1"):
+        api._take(Outputs(1, 1, prompt_logprobs=parts[1:]))
+    api._take(Outputs(1, 1, prompt_logprobs=[parts[0], parts[0]]))
+    with pytest.raises(Violation, match="has been told 4 of its prompt"):
+        api._take(told())
+    api._take(told(prompt_logprobs=[parts[1]]))
+    asking_again = bench.new(2, (1, 3), num_computed=4, params=asking, prompt_logprobs_from=3)
+    bench.world.asked[2] = Asked(bench.world.asked[2].prompt, asking)
+    with pytest.raises(Violation, match="would never be told"):
+        bench.judge.execute(bench.step({2: 2}, asking_again, left=pack_u64([1])))

@@ -131,6 +131,23 @@ def test_log_probabilities_arrive_with_the_index_of_their_output(chain: Chain) -
     assert {entry.logprob for entry in api.logprobs} == {-0.5}
 
 
+@pytest.mark.needs("chunked-prefill")
+def test_log_probabilities_of_prompts_arrive_complete_also_behind_a_cached_prefix_and_under_pressure(
+    chain: Chain,
+) -> None:
+    """Before the first token, as the API end requires; the judge refuses pages of which nothing could be told."""
+    _, api = chain.begin(limits(30, max_num_batched_tokens=16))
+    prompt = [7000 + n for n in range(50)]
+    api.submit(1, prompt, 3)
+    chain.until(lambda: api.has(1), "the end")
+    for request_id in (2, 3, 4):
+        api.submit(request_id, prompt, 30, prompt_logprobs=0)
+    chain.until(lambda: api.has(2, 3, 4), "all ends")
+    api.assert_complete(1, 2, 3, 4)
+    whole = [-float(position) for position in range(1, 50)]
+    assert api.told == {2: whole, 3: whole, 4: whole}
+
+
 @pytest.mark.needs("priority")
 def test_an_urgent_request_overtakes_those_that_wait(chain: Chain) -> None:
     runner, api = chain.begin(limits(max_num_seqs=1))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from harness import Server, wait_until
-from openai import OpenAI
+from harness import NO_AUTHORITIES, Server, wait_until
+from openai import DefaultHttpxClient, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 Samples = dict[str, float]
@@ -11,7 +11,8 @@ Samples = dict[str, float]
 
 def client_of(server: Server, **changes: object) -> OpenAI:
     """The official client, without its retries: a test wants to see the first answer."""
-    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60, **changes)  # type: ignore[arg-type]
+    settings = {"max_retries": 0, "timeout": 60, "http_client": DefaultHttpxClient(verify=NO_AUTHORITIES)} | changes
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none", **settings)  # type: ignore[arg-type]
 
 
 def samples_of(server: Server) -> Samples:
@@ -43,5 +44,5 @@ def wait_until_idle(server: Server) -> Samples:
         started = seen["triptych_scheduler_requests_accepted_total"]
         return seen if live == 0 and started == ended else None
 
-    result: Samples = wait_until(idle, 15, "an idle chain")
+    result: Samples = wait_until(idle, 60, "an idle chain")
     return result

@@ -19,7 +19,7 @@ from protocol.channels import ClientChannel, new_instance
 from protocol.columns import i32, u64
 from protocol.messages import Finished, Goodbye, Hello, Outputs, Rejected, SchedulerToApi, Submit
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def runtime_dir_of(server: Server) -> str:

@@ -51,7 +51,7 @@ def api(server: Server, real_model_path: Path, tmp_path_factory: pytest.TempPath
         log_interval_s=0.0,
     )
     service = Service(config, load_tokenizer(real_model_path), [], scheduler=False)
-    wait_until(lambda: service.http.get("/ready").status_code == 200, 20, "the API")
+    wait_until(lambda: service.http.get("/ready").status_code == 200, 60, "the API")
     yield service
     service.close()
 
@@ -81,7 +81,7 @@ class Client:
 
     def wait_for(self, condition: Callable[[list[dict[str, Any]]], bool], what: str) -> None:
         """Wait until the scheduler's records are so."""
-        wait_until(lambda: (records := self.records()) and condition(records), 20, what)
+        wait_until(lambda: (records := self.records()) and condition(records), 60, what)
 
 
 def has(*statuses: str, tokens: Callable[[int], bool] = lambda _: True) -> Callable[[list[dict[str, Any]]], bool]:
@@ -175,7 +175,7 @@ def test_a_client_that_leaves_ends_its_request(
         client.socket.close()
     ended = STATES[reach]
     client.wait_for(lambda all_: sum(one["status"] == "ABORTED" for one in all_) == ended, "the abort")
-    wait_until(lambda: aborted(samples_of(server)) >= before + ended, 20, "the scheduler's count")
+    wait_until(lambda: aborted(samples_of(server)) >= before + ended, 60, "the scheduler's count")
     assert aborted(samples_of(server)) == before + ended, "and nobody else's"
     for other in [client, *others]:
         other.socket.close()
@@ -192,7 +192,7 @@ def test_a_client_that_leaves_while_its_prompt_is_tokenized_never_reaches_the_sc
 
     def slowly(*arguments: Any) -> Any:
         working.set()
-        assert go_on.wait(20)
+        assert go_on.wait(60)
         return encode(*arguments)
 
     monkeypatch.setattr(api.tokenizer, "encode_many", slowly)
@@ -204,12 +204,12 @@ def test_a_client_that_leaves_while_its_prompt_is_tokenized_never_reaches_the_sc
 
     monkeypatch.setattr(Call, "disconnect", noted)
     client = Client(api, server, prompt="word " * 500)
-    assert working.wait(20), "a long prompt is tokenized in a thread"
+    assert working.wait(60), "a long prompt is tokenized in a thread"
     client.socket.close()
-    assert noticed.wait(20)
+    assert noticed.wait(60)
     gone = api.state.metrics.value("client_disconnects_total")
     go_on.set()
-    wait_until(lambda: api.state.metrics.value("client_disconnects_total") > gone, 20, "the disconnect")
+    wait_until(lambda: api.state.metrics.value("client_disconnects_total") > gone, 60, "the disconnect")
     assert (
         samples_of(server)["triptych_scheduler_requests_accepted_total"]
         == (before["triptych_scheduler_requests_accepted_total"])

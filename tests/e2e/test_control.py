@@ -52,7 +52,7 @@ class Stream:
     """A streamed completion that is read chunk by chunk."""
 
     def __init__(self, server: Server, prompt: str, max_tokens: int) -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "seed": 7}
         data = json.dumps(body | {"stream": True})
         self._connection.request("POST", "/v1/completions", data, {"Content-Type": "application/json"})
@@ -78,7 +78,7 @@ def test_pausing_new_lets_running_requests_go_on_and_holds_new_ones(simulated: S
     assert ctl(simulated, "pause", "new")["paused"] == "new"
     with ThreadPoolExecutor(1) as pool:
         held = pool.submit(complete, simulated, "second")
-        wait_until(lambda: ctl(simulated, "status")["waiting"] == 1, 10, "a request that is held")
+        wait_until(lambda: ctl(simulated, "status")["waiting"] == 1, 60, "a request that is held")
         running.read(100)
         assert not held.done()
         ctl(simulated, "resume")
@@ -101,7 +101,7 @@ def test_pausing_all_stops_the_steps_and_resuming_goes_on_with_the_next_token(si
         seen.append(steps())
         return len(seen) > 20 and len(set(seen[-20:])) == 1
 
-    wait_until(still, 10, "the steps to stop")
+    wait_until(still, 60, "the steps to stop")
     assert ctl(simulated, "status")["running"] == 1
     ctl(simulated, "resume")
     assert stream.read() == undisturbed and steps() > seen[-1]
@@ -115,7 +115,7 @@ def test_draining_refuses_new_requests_and_lets_the_others_end(simulated: Server
     refused = complete(simulated, "too late")
     assert refused.status == 503 and int(refused.headers["retry-after"]) > 0
     assert refused.json()["error"]["code"] == "draining"
-    wait_until(lambda: simulated.request("GET", "/ready").status == 503, 5, "/ready to say so")
+    wait_until(lambda: simulated.request("GET", "/ready").status == 503, 60, "/ready to say so")
     assert stream.read() == undisturbed
     ctl(simulated, "resume")
     assert text_of(complete(simulated, "again"))

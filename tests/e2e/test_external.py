@@ -115,7 +115,7 @@ def test_a_request_that_leaves_while_its_kv_arrives_gives_its_blocks_back_in_the
     number = submit(api, PROMPT, salt="leaves", kv_source="store")
     api.send(Abort(pack_u64([number])))
     assert api.end_of(number).status is RequestStatus.ABORTED
-    wait_until(lambda: samples_of(server)[held] == 0, 5, "the transfer's blocks")
+    wait_until(lambda: samples_of(server)[held] == 0, 60, "the transfer's blocks")
     answer(api, PROMPT, salt="after")
 
 
@@ -147,7 +147,7 @@ def test_a_prompt_in_parts_gives_the_tokens_of_the_whole_and_waits_without_a_slo
         status = ctl(server, "status")
         return status["parked"] == {"waiting_for_input": 1} and status["running"] == 0
 
-    wait_until(rests, 5, "an open request that rests")
+    wait_until(rests, 60, "an open request that rests")
     api.send(Extend(number, pack_i32(PROMPT[20:33])))
     api.send(Extend(number, pack_i32(PROMPT[33:]), last=True))
     assert api.end_of(number).status is RequestStatus.LENGTH and api.tokens[number] == whole

@@ -145,7 +145,7 @@ def created(server: Server, count: int, **fields: Any) -> dict[int, str]:
             found.update({int(id[5:7], 16): id for id in pool.map(one, range(count))})
         return len(found) == 3
 
-    wait_until(all_found, 30, "a response from each process")
+    wait_until(all_found, 60, "a response from each process")
     return found
 
 
@@ -179,7 +179,7 @@ def test_what_a_process_kept_is_gone_with_it_and_says_so(three: Server) -> None:
         if child.environ().get("TRIPTYCH_PROCESS_NUMBER") == str(number)
     )
     victim.send_signal(signal.SIGKILL)
-    victim.wait(10)
+    victim.wait(60)
 
     def gone() -> bool:
         try:
@@ -190,4 +190,4 @@ def test_what_a_process_kept_is_gone_with_it_and_says_so(three: Server) -> None:
         assert answer.status in (404, 503), answer.body
         return bool(answer.status == 404)
 
-    wait_until(gone, 30, "an honest 404")
+    wait_until(gone, 60, "an honest 404")

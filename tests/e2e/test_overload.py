@@ -81,12 +81,12 @@ def test_no_token_is_made_for_clients_that_left_the_queue(server: Server) -> Non
     ctl(server, "pause")
     try:
         clients = [asking(server) for _ in range(QUEUE)]
-        wait_until(lambda: ctl(server, "status")["waiting"] == QUEUE, 20, "a full queue")
+        wait_until(lambda: ctl(server, "status")["waiting"] == QUEUE, 60, "a full queue")
         refused = server.request("POST", "/v1/completions", {"prompt": "x"})
         assert refused.status == 503 and refused.json()["error"]["code"] == "queue_full"
         for client in clients:
             client.close()
-        wait_until(lambda: ctl(server, "status")["waiting"] == 0, 20, "an empty queue")
+        wait_until(lambda: ctl(server, "status")["waiting"] == 0, 60, "an empty queue")
     finally:
         ctl(server, "resume")
     assert wait_until_idle(server)[GENERATED] == before[GENERATED]
@@ -100,7 +100,7 @@ def test_only_the_more_urgent_get_through_to_a_full_queue_and_each_displaces_one
         waiting = []
         for count in (1, 2):
             waiting.append(asking(server, priority=5, max_tokens=1))
-            wait_until(lambda count=count: ctl(server, "status")["waiting"] == count, 20, "its place in the queue")
+            wait_until(lambda count=count: ctl(server, "status")["waiting"] == count, 60, "its place in the queue")
 
         def turned_away() -> bool:
             before = samples_of(server)[TURNED_AWAY]
@@ -108,7 +108,7 @@ def test_only_the_more_urgent_get_through_to_a_full_queue_and_each_displaces_one
             assert answer.status == 503 and answer.json()["error"]["code"] == "queue_full"
             return samples_of(server)[TURNED_AWAY] > before
 
-        wait_until(turned_away, 20, "the API to know that the queue is full")
+        wait_until(turned_away, 60, "the API to know that the queue is full")
         urgent = asking(server, priority=4, max_tokens=1)
         displaced = answer_on(waiting[1])
         assert displaced.startswith(b"HTTP/1.1 503 ") and b'"displaced"' in displaced

@@ -46,12 +46,11 @@ def test_a_poisoned_request_ends_alone_with_the_error_and_the_others_say_what_th
         together, culprit = answers(api, range(12), poisoned=5)
         assert culprit is not None and (culprit.status, culprit.code) == (RequestStatus.ERROR, "device_error")
         assert together == {kind: tokens for kind, tokens in alone.items() if kind != 5}
-        wait_until(lambda: samples_of(server)["triptych_scheduler_culprits_total"] == 1, 10, "the count of culprits")
+        wait_until(lambda: samples_of(server)["triptych_scheduler_culprits_total"] == 1, 60, "the count of culprits")
         seen = wait_until_idle(server)
         assert seen["triptych_scheduler_failed_steps_total"] <= ceil(log2(12)) + 3
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("fault", ["kill", "hang"])
 def test_a_request_that_takes_the_runner_with_it_each_time_is_found_and_ended(
     fault: str, monkeypatch: pytest.MonkeyPatch

@@ -47,10 +47,13 @@ def like(pattern: str) -> Judge:
 
 FORMS: dict[str, tuple[dict[str, Any], Judge]] = {
     "schema": ({"response_format": AS_SCHEMA}, keeps_schema),
-    "object": ({"structured_outputs": {"json_object": True}, "stop": None}, lambda text: text.startswith("{")),
+    "object": (
+        {"structured_outputs": {"json_object": True}, "stop": None, "max_tokens": 40},
+        lambda text: text.startswith("{"),
+    ),
     "regex": ({"regex": "[A-Z][a-z]{1,9} [0-9]{2}"}, like("[A-Z][a-z]{1,9} [0-9]{2}")),
     "choice": ({"guided_choice": ["red", "green", "blue", "red-green"]}, like("red|green|blue|red-green")),
-    "ebnf": ({"ebnf": EBNF}, lambda text: re.match(r"\([a-z]{3}(,[a-z]{3})*", text)),
+    "ebnf": ({"ebnf": EBNF, "max_tokens": 40}, lambda text: re.match(r"\([a-z]{3}(,[a-z]{3})*", text)),
     "lark": ({"guided_grammar": LARK}, like("<[a-z]{2,8} [a-z]{2,8}>")),
     "number": ({"guided_json": {"type": "integer", "minimum": 10, "maximum": 99}}, like("[1-9][0-9]")),
     "vllm": ({"structured_outputs": {"regex": r"\d{4}-\d{2}"}}, like(r"\d{4}-\d{2}")),
@@ -115,9 +118,9 @@ def test_random_seeds_say_nothing_but_the_schema(served: Server) -> None:
         return text
 
     with ThreadPoolExecutor(8) as pool:
-        texts = list(pool.map(one, range(16)))
+        texts = list(pool.map(one, range(8)))
     assert all(keeps_schema(text) for text in texts)
-    assert len(set(texts)) > 8
+    assert len(set(texts)) > 4
 
 
 def test_every_choice_keeps_the_form_and_they_differ(served: Server) -> None:
@@ -178,7 +181,6 @@ def test_eight_forms_are_kept_together_and_a_bad_one_among_them_disturbs_nobody(
 # --- exact, and killed --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(300)
 def test_forms_say_the_same_together_in_a_pool_that_is_too_small(exact: Server) -> None:
     alone = {form: streamed(exact, **fields) for form, (fields, _) in FORMS.items()}
     before = samples_of(exact)["triptych_scheduler_preemptions_total"]
@@ -198,21 +200,18 @@ def test_forms_say_the_same_together_in_a_pool_that_is_too_small(exact: Server) 
     assert after["triptych_scheduler_preemptions_total"] > before, "the pool was too large for this to say anything"
 
 
-@pytest.mark.timeout(300)
 def test_a_scheduler_or_runner_that_is_killed_within_an_answer_changes_nothing_of_it() -> None:
     flags = ("--dtype", "float32", "--num-threads", "1", "--max-model-len", "640", "--num-blocks-override", "129")
     with running_server(*flags) as server:
         fields = {"response_format": AS_SCHEMA}
         whole, reason = streamed(server, **fields)
         assert keeps_schema(whole) and reason == "stop"
-        for role in ("scheduler", "runner"):
-            for cut in (3, 9):
-                text, ended = "", ""
-                for number, chunk in enumerate(chat(server, stream=True, **fields)):
-                    text += chunk.choices[0].delta.content or ""
-                    ended = chunk.choices[0].finish_reason or ended
-                    if number == cut:
-                        former = server.children()[role]
-                        former.send_signal(signal.SIGKILL)
-                assert (text, ended) == (whole, reason), (role, cut)
-                wait_until(lambda: server.request("GET", "/ready").status == 200, 60, "the chain to be whole again")
+        for role, cut in (("scheduler", 9), ("runner", 3)):
+            text, ended = "", ""
+            for number, chunk in enumerate(chat(server, stream=True, **fields)):
+                text += chunk.choices[0].delta.content or ""
+                ended = chunk.choices[0].finish_reason or ended
+                if number == cut:
+                    server.children()[role].send_signal(signal.SIGKILL)
+            assert (text, ended) == (whole, reason), (role, cut)
+            wait_until(lambda: server.request("GET", "/ready").status == 200, 60, "the chain to be whole again")

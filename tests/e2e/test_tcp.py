@@ -27,7 +27,7 @@ def test_three_processes_speak_over_tcp_with_their_key_and_turn_a_stranger_away(
         stranger.send(b"hello")
         try:
             name = "triptych_scheduler_failed_handshakes_total{link=api}"
-            wait_until(lambda: samples_of(server).get(name, 0) > 0, 15, "the stranger to be counted")
+            wait_until(lambda: samples_of(server).get(name, 0) > 0, 60, "the stranger to be counted")
         finally:
             stranger.close()
             context.term()

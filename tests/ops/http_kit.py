@@ -60,7 +60,7 @@ async def server(handler: Handler) -> AsyncIterator[str]:
 
 def run(handler: Handler, use: Callable[[str], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with server(handler) as url, asyncio.timeout(30):
+        async with server(handler) as url, asyncio.timeout(60):
             await use(url)
 
     asyncio.run(main())

@@ -27,7 +27,7 @@ for pair in sys.argv[2:]:
     environment = {**os.environ, "PLACE": place, "PYTHONUNBUFFERED": "1"}
     grace = float(os.environ["GRACE"])
     group = role.partition("_")[0] if "_" in role else ""
-    command = [sys.executable, "-c", code]
+    command = [os.environ["PYTHON"], "-c", code]
     programs.append(Program(role, command, environment, {"AGAIN": "1"}, grace, group, beats="Watchdog" in code))
 supervisor = Supervisor(
     programs,
@@ -35,7 +35,7 @@ supervisor = Supervisor(
     probe=lambda: os.path.exists(place + "/ready"),
     on_ready=lambda seconds: print("READY", flush=True),
     policy=RestartPolicy(
-        limit=3,
+        limit=int(os.environ["LIMIT"]),
         backoff_s=0.05,
         stable_after_s=float(os.environ["STABLE"]),
         start_timeout_s=float(os.environ["START"]),
@@ -81,9 +81,10 @@ threading.Event().wait()
 class Host:
     """A supervisor process of a test and what it prints."""
 
-    def __init__(self, place: Path, programs: dict[str, str], **limits: float) -> None:
+    def __init__(self, place: Path, programs: dict[str, str], python: str, **limits: float) -> None:
         self.place = place
-        limits = {"start": 60.0, "grace": 1.0, "hang": 10.0, "stable": 5.0} | limits
+        limits = {"start": 60.0, "grace": 20.0, "hang": 30.0, "stable": 60.0, "limit": 3} | limits
+        settings = {"PYTHON": python, "HOST_MARK": place.name, **{key.upper(): str(s) for key, s in limits.items()}}
         self._log = place / "log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -91,7 +92,7 @@ class Host:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env={**os.environ, **{key.upper(): str(s) for key, s in limits.items()}, "HOST_MARK": place.name},
+                env={**os.environ, **settings},
             )
 
     def log(self) -> str:
@@ -101,7 +102,7 @@ class Host:
         return [line.partition("| ")[2] for line in self.log().splitlines() if line.strip().startswith(role + " |")]
 
     def until(self, text: str, count: int = 1) -> None:
-        wait_until(lambda: self.log().count(text) >= count, 30, f"{text!r} in:\n{self.log()}")
+        wait_until(lambda: self.log().count(text) >= count, 60, f"{text!r} in:\n{self.log()}")
 
     def pid_of(self, role: str) -> int:
         return int([line for line in self.lines(role) if line.startswith("up")][-1].split()[1])
@@ -117,23 +118,24 @@ class Host:
         return found
 
     def end(self) -> int:
-        code = self.process.wait(30)
-        wait_until(lambda: not self.alive(), 10, "the end of all children")
+        code = self.process.wait(60)
+        wait_until(lambda: not self.alive(), 60, "the end of all children")
         return code
 
 
 @contextlib.contextmanager
 def hosts_in(place: Path) -> Iterator[Callable[..., Host]]:
-    """Starts hosts: `limits` (s, by name) and programs by role. Everything is dead when the block ends."""
+    """Starts hosts: `limits` (by name), which `python` runs the programs, and these by role. Everything is dead when
+    the block ends."""
     hosts = []
 
-    def start(limits: dict[str, float] | None = None, **programs: str) -> Host:
+    def start(limits: dict[str, float] | None = None, python: str = sys.executable, **programs: str) -> Host:
         dedented = {role: textwrap.dedent(code) for role, code in programs.items()}
-        hosts.append(Host(place, dedented, **(limits or {})))
+        hosts.append(Host(place, dedented, python, **(limits or {})))
         return hosts[-1]
 
     yield start
     for host in hosts:
         for pid in host.alive():
             os.kill(pid, signal.SIGKILL)
-        host.process.wait(10)
+        host.process.wait(60)

@@ -135,7 +135,7 @@ def test_a_sweep_of_a_running_server_gives_a_file_that_a_replay_reads(tmp_path: 
         runtime = next(process.environ()["TRIPTYCH_RUNTIME_DIR"] for process in server.children().values())
         command = [sys.executable, "-m", "ops.cli", "calibrate", "--url", server.url, "--runtime-dir", runtime]
         command += ["--seconds", "1", "--max-prompt", "128", "--out", str(out), "--page", str(plot)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "error on runs that the fit hasn't seen" in done.stdout
     cost = read_measured(out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from harness import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -104,7 +105,7 @@ def projected(columns: Floats, target: Floats) -> Floats:
     return x
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 4))
 def test_non_negative_least_squares_finds_the_minimum(seed: int, width: int) -> None:
     random = np.random.default_rng(seed)

@@ -33,7 +33,7 @@ def triptych(
         [sys.executable, *start, *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         cwd=cwd,
         env={**clean, "PYTHONPATH": str(ROOT), **(env or {})},
     )
@@ -125,7 +125,7 @@ def test_each_source_overrides_the_one_below_it_and_is_named(tmp_path: Path) -> 
 
 
 def test_what_is_printed_can_be_read_back(tmp_path: Path) -> None:
-    first = triptych("serve", "--print-config", "--port", "81", "--cors-origins", "http://a,http://b")
+    first = triptych("serve", "--print-config", "--port", "81", "--allowed-origins", "http://a,http://b")
     file = tmp_path / "t.toml"
     file.write_text(first.stdout)
     second = triptych("serve", "--print-config", "--config", str(file))

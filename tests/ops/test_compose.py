@@ -194,7 +194,7 @@ def test_the_installed_compose_accepts_the_file(profiles: str) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -70,7 +70,7 @@ def make(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = {
         name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")
     }
-    return subprocess.run(["make", *arguments], cwd=cwd, capture_output=True, text=True, timeout=60, env=environment)
+    return subprocess.run(["make", *arguments], cwd=cwd, capture_output=True, text=True, timeout=200, env=environment)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from harness import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -136,7 +137,7 @@ ALONE = [TraceRow(0, 1, 70), TraceRow(150_000, 1, 1)]
 
 
 @pytest.mark.parametrize("config", CONFIGURATIONS.values(), ids=CONFIGURATIONS.keys())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 @given(rows=traces(), blocks=st.integers(28, 90), unknown=st.booleans())
 @example(rows=ALONE, blocks=40, unknown=False)
 @example(rows=SPACED, blocks=60, unknown=True)

@@ -19,7 +19,7 @@ SHORT = (str(CONVERSATION), "--limit", "40", "--time-scale", "0.2", "--blocks", 
 
 
 def triptych(*arguments: str) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run([sys.executable, "-m", "ops.cli", *arguments], capture_output=True, cwd=ROOT, timeout=90)
+    return subprocess.run([sys.executable, "-m", "ops.cli", *arguments], capture_output=True, cwd=ROOT, timeout=200)
 
 
 def test_the_same_inputs_give_the_same_bytes(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -288,7 +289,7 @@ WORLDS = st.builds(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(WORLDS, st.lists(ASKED, min_size=1, max_size=14))
 def test_every_finite_workload_gives_the_log_of_the_model_event_by_event(world: World, asked: list[Asked]) -> None:
     asked = sorted(asked, key=lambda one: one.at_ns)
@@ -299,7 +300,7 @@ def test_every_finite_workload_gives_the_log_of_the_model_event_by_event(world: 
     assert len(found) == len(expected)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(WORLDS, st.lists(ASKED, min_size=1, max_size=14))
 def test_equal_runs_give_equal_bytes(world: World, asked: list[Asked]) -> None:
     assert logged(world, asked) == logged(world, asked)
@@ -313,7 +314,7 @@ def finished_at(events: list[Event]) -> list[float]:
 
 
 @pytest.mark.parametrize("batch", BATCH_NAMES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(st.lists(ASKED, min_size=1, max_size=14))
 def test_every_way_to_batch_ends_every_request(batch: str, asked: list[Asked]) -> None:
     events = replayed(World(pages=8, size=4, slots=3, budget=16), asked, batch_policy=batch)
@@ -338,7 +339,7 @@ def test_on_one_trace_mixed_ends_first_then_dynamic_and_serial_last() -> None:
 # --- recovery, in a replay --------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     st.lists(st.builds(Asked, st.integers(0, 9).map(TICK.__mul__), st.integers(1, 16), st.integers(1, 12)), min_size=2),
     st.integers(1, 16),

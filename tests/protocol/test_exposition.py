@@ -27,7 +27,7 @@ def registry() -> CollectorRegistry:
 def ask(target: str | int, request: bytes = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n") -> bytes:
     client = socket.socket(socket.AF_UNIX if isinstance(target, str) else socket.AF_INET, socket.SOCK_STREAM)
     with client:
-        client.settimeout(10)
+        client.settimeout(60)
         client.connect(target if isinstance(target, str) else ("127.0.0.1", target))
         client.sendall(request)
         answer = b""
@@ -92,7 +92,7 @@ def test_clients_that_say_nothing_or_leave_do_not_stop_the_others(
             except OSError:
                 return False  # all places are taken until the silent ones time out
 
-        wait_until(served, 20, "an answer")
+        wait_until(served, 60, "an answer")
         for client in silent:
             client.close()
 
@@ -106,7 +106,7 @@ def test_no_thread_outlives_the_end_and_holds_what_the_registry_watches(
     class Watched(CollectorRegistry):
         def collect(self) -> Iterable[Metric]:
             asked.set()
-            go_on.wait(10)
+            go_on.wait(60)
             order.append("collected")
             return super().collect()
 
@@ -123,12 +123,12 @@ def test_no_thread_outlives_the_end_and_holds_what_the_registry_watches(
         for client, text in ((drips, b"GET /met"), (asks, b"GET /metrics HTTP/1.1\r\n\r\n")):
             client.connect(path)
             client.sendall(text)
-        assert asked.wait(10)
+        assert asked.wait(60)
         closing = threading.Thread(target=close)
         closing.start()
-        wait_until(refused, 10, "the end to have begun")
+        wait_until(refused, 60, "the end to have begun")
         go_on.set()
-        closing.join(20)
+        closing.join(60)
     assert order == ["collected", "closed"]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("metrics")]
 

@@ -17,7 +17,7 @@ from harness import ROOT, wait_until
 
 from protocol.channels import AddressError, AddressTaken, ServerChannel
 from protocol.messages import ApiToScheduler
-from protocol.places import Place, PlaceTaken, holder_pid, listener_at
+from protocol.places import Place, PlaceTaken, holder_pid, is_abandoned, listener_at
 
 # For each path it is told, it listens there or says who does; "." gives it up again.
 CONTENDER = """
@@ -119,8 +119,10 @@ def test_the_place_of_a_killed_process_is_free(
     holder.tell(str(runtime_dir / "x.sock"))
     assert holder.heard() == "has it"
     assert holder_pid(str(runtime_dir / "x.sock")) == holder.pid
+    assert not is_abandoned(f"ipc://{runtime_dir}/x.sock")
     holder.end()
     assert holder_pid(str(runtime_dir / "x.sock")) is None
+    assert is_abandoned(f"ipc://{runtime_dir}/x.sock")
     channel = server_at(context, runtime_dir / "x.sock")
     assert holder_pid(str(runtime_dir / "x.sock")) == os.getpid()
     channel.close()
@@ -136,7 +138,7 @@ def test_a_stopped_holder_is_replaced_by_force_and_leaves_its_successor_alone_wh
     assert holder.heard() == "has it"
     os.kill(holder.pid, signal.SIGSTOP)
     successor: ServerChannel[Any] = ServerChannel(context, f"ipc://{path}", ApiToScheduler, bind=False)
-    wait_until(lambda: _refusal(successor).endswith("which is stopped"), 10, "the holder to stop")
+    wait_until(lambda: _refusal(successor).endswith("which is stopped"), 60, "the holder to stop")
     successor.bind(by_force=True)
     os.kill(holder.pid, signal.SIGCONT)
     holder.tell(".")
@@ -160,10 +162,20 @@ def test_who_lost_the_place_before_it_could_listen_is_told(runtime_dir: Path) ->
     quick.listening()
     with pytest.raises(PlaceTaken, match=f"pid {os.getpid()}, "):
         slow.listening()
+    assert slow.taken and not quick.taken
     slow.release()
     assert holder_pid(str(runtime_dir / "x.sock")) == os.getpid()
     quick.release()
     assert os.listdir(runtime_dir) == []
+
+
+def test_a_place_whose_directory_was_cleared_was_taken_by_nobody(runtime_dir: Path) -> None:
+    place = Place.claim(str(runtime_dir / "x.sock"))
+    (runtime_dir / "x.sock.lock").unlink()
+    assert not place.taken
+    place.release()
+    assert not place.taken
+    assert not is_abandoned(f"ipc://{runtime_dir}/x.sock"), "who had it left by itself"
 
 
 def test_a_look_at_who_has_the_place_is_not_noticed_there(runtime_dir: Path, context: zmq.Context[Any]) -> None:
@@ -181,7 +193,7 @@ def test_a_look_at_who_has_the_place_is_not_noticed_there(runtime_dir: Path, con
         channel.receive()
         return channel.stats.failed_handshakes > 0
 
-    wait_until(counted, 10, "the connection that said nothing to be counted")
+    wait_until(counted, 60, "the connection that said nothing to be counted")
     assert channel.stats.failed_handshakes == 1
     channel.close()
 

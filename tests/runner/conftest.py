@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,11 @@ def smollm2_path() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A weight cache that the whole session shares, so that the file is dequantized once per dtype."""
-    return tmp_path_factory.mktemp("weights")
+    """A weight cache that the whole run shares, all its processes, so that the file is dequantized once per dtype."""
+    own = tmp_path_factory.getbasetemp()
+    shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "weights"
+    shared.mkdir(mode=0o700, exist_ok=True)
+    return shared
 
 
 @pytest.fixture(scope="session")

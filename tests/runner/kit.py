@@ -38,10 +38,12 @@ def new(
     num_prompt: int | None = None,
     num_computed: int = 0,
     incarnation: int = 1,
+    told: int = 0,
 ) -> NewRequest:
     """A NewRequest from plain lists."""
     prompt = len(tokens) if num_prompt is None else num_prompt
-    return NewRequest(request, incarnation, pack_i32(list(tokens)), prompt, num_computed, pack_i32(list(pages)), params)
+    columns = pack_i32(list(tokens)), pack_i32(list(pages))
+    return NewRequest(request, incarnation, columns[0], prompt, num_computed, columns[1], params, told)
 
 
 def step(

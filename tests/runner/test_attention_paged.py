@@ -128,7 +128,11 @@ def test_query_heads_share_their_key_value_head(
     Case(MIXED, dtype, q_heads=2 * group, kv_heads=2, head_dim=head_dim).check(backend)
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(
+    ("backend", "page_size"),
+    [(ReferenceAttention, 16), (TorchAttention, 4), (CpuAttention, 1), (CpuAttention, 4), (CpuAttention, 16)],
+    indirect=["backend"],
+)
 def test_decodes_prefills_and_chunks_mix_in_one_step_over_two_threads(
     backend: Backend, dtype: torch.dtype, page_size: int, two_threads: None
 ) -> None:

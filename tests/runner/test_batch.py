@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from harness import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -159,7 +160,7 @@ def test_spread_equals_the_loop_it_stands_for(counts: list[int]) -> None:
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.data())
 def test_a_random_history_equals_a_plain_twin(data: st.DataObject) -> None:
     """Add, grow, compute and remove at random; tokens, pages and written slots agree with lists in a dict."""

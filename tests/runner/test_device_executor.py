@@ -26,7 +26,8 @@ PROMPT = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 953
 OTHER = [1, 4093, 198, 28, 30, 340, 282, 905, 1480]
 SEEDED = SamplingParams(max_tokens=64, temperature=0.9, top_p=0.95, top_k=200, seed=42)
 PENALISED = SamplingParams(max_tokens=64, temperature=0.8, seed=7, repetition_penalty=1.2, frequency_penalty=0.3)
-REPORTING = SamplingParams(max_tokens=64, temperature=0.7, seed=9, logprobs=3)
+REPORTING = SamplingParams(max_tokens=64, temperature=0.7, seed=9, logprobs=3, prompt_logprobs=2)
+TELLING = SamplingParams(max_tokens=64, temperature=0.7, seed=9, prompt_logprobs=2)
 
 
 def limits_of(**changes: Any) -> Limits:
@@ -55,6 +56,11 @@ def made(smollm2_float32: LoadedModel) -> Callable[..., DeviceExecutor]:
 
 @pytest.fixture
 def at_once(smollm2_float32: LoadedModel) -> ModelExecutor:
+    return in_order(smollm2_float32)
+
+
+def in_order(smollm2_float32: LoadedModel) -> ModelExecutor:
+    """An executor that ends each step before it takes the next."""
     limits = limits_of()
     pool = KvPool(smollm2_float32.config, limits.num_blocks, PAGE, torch.float32, limits.host_blocks)
     return ModelExecutor(smollm2_float32, TorchAttention(pool.layers, *heads(smollm2_float32)), pool, limits)
@@ -75,11 +81,13 @@ def plain(result: StepResult) -> tuple[Any, ...]:
     """A result without what it took."""
     failure = None if result.failure is None else result.failure.code
     parts = (result.step_id, result.ids, result.incarnations, result.positions, result.tokens)
-    return (*parts, result.logprobs, [(error.id, error.code) for error in result.errors], failure)
+    reports = (result.logprobs, result.prompt_logprobs)
+    return (*parts, *reports, [(error.id, error.code) for error in result.errors], failure)
 
 
 def history(first: int, second: int) -> list[Step]:
-    """Chunks, decodes, an arrival into the pages of one that leaves, swaps, and a return with two known outputs."""
+    """Chunks, decodes, an arrival into the pages of one that leaves, swaps, a return with two known outputs, and
+    prompts that are told of, one of them of a request whose slot is another's when its step is collected."""
     return [
         step(1, {1: 10}, arrivals=[new(1, PROMPT, [1, 2], params=SEEDED)]),
         step(2, {1: 8, 2: 9}, arrivals=[new(2, OTHER, [5, 7])], filled={1: random_hash(1)}),
@@ -101,18 +109,30 @@ def history(first: int, second: int) -> list[Step]:
         step(11, {4: 1, 3: 1, 1: 1}),
         step(12, {}, left=[3, 4]),
         step(13, {1: 1}),
+        step(14, {5: 9, 1: 1}, arrivals=[new(5, OTHER, [13], params=TELLING)]),
+        step(15, {1: 1, 6: 10}, left=[5], arrivals=[new(6, PROMPT, [14, 15], params=TELLING)]),
+        step(16, {6: 8}),
     ]
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("patience", [0, 1, 5])
-def test_steps_launched_ahead_give_what_steps_one_after_the_other_give(
-    made: Callable[..., DeviceExecutor], at_once: ModelExecutor, depth: int, patience: int
-) -> None:
-    opening = [tokens_of(at_once.execute(one, 0)) for one in history(0, 0)[:3]]
+@pytest.fixture(scope="module")
+def one_after_the_other(smollm2_float32: LoadedModel) -> tuple[list[Step], list[tuple[Any, ...]]]:
+    """Steps, and what they give."""
+    executor = in_order(smollm2_float32)
+    opening = [tokens_of(executor.execute(one, 0)) for one in history(0, 0)[:3]]
     steps = history(opening[1][1], opening[2][1])
-    at_once.clear()
-    expected = [plain(at_once.execute(one, 0)) for one in steps]
+    executor.clear()
+    return steps, [plain(executor.execute(one, 0)) for one in steps]
+
+
+@pytest.mark.parametrize(("depth", "patience"), [(1, 1), (2, 0), (2, 1), (2, 5), (3, 5)])
+def test_steps_launched_ahead_give_what_steps_one_after_the_other_give(
+    made: Callable[..., DeviceExecutor],
+    one_after_the_other: tuple[list[Step], list[tuple[Any, ...]]],
+    depth: int,
+    patience: int,
+) -> None:
+    steps, expected = one_after_the_other
     assert [plain(result) for result in ahead(made(HostDevice(patience)), steps, depth)] == expected
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from protocol.messages import SamplingParams
+from protocol.messages import SamplingParams, StepResult
 from runner.attention.torch_paged import TorchAttention
 from runner.config import RunnerConfig
 from runner.cuda.device import HostDevice
@@ -106,12 +106,20 @@ def test_a_pool_that_was_asked_for_is_not_measured(model: LoadedModel) -> None:
     assert builder(model, kv_cache_memory_bytes=50 * size, kv_cache_dtype="fp8_e4m3").pool().num_blocks == 100
 
 
-def test_the_step_that_is_measured_is_the_largest_legal_one(model: LoadedModel) -> None:
+def test_the_step_that_is_measured_is_the_largest_legal_one(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = builder(model, enforce_eager=True)
     executor = made.build(made._smallest(), [])
+    results: list[StepResult] = []
+    execute = executor.execute
+    monkeypatch.setattr(executor, "execute", lambda *args: results.append(execute(*args)) or results[-1])
     run_largest(executor)
     size = executor.step_size
     assert (size.tokens, size.rows) == (64, 4) and executor.num_residents == 0
+    told = results[0].prompt_logprobs
+    assert [part.end - part.position for part in told] == [15] * 4, "of all tokens of all prompts"
+    assert all(len(part.top_ids) == 15 * 20 * 4 for part in told)
 
 
 @pytest.mark.parametrize("params", [None, SEEDED], ids=["greedy", "seeded"])

@@ -215,7 +215,7 @@ class Promises:
 
     def next(self) -> Future[GrammarStatus]:
         """The oldest that a test hasn't seen."""
-        return self._made.get(timeout=20)
+        return self._made.get(timeout=60)
 
 
 @pytest.fixture

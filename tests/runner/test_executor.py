@@ -50,7 +50,10 @@ class Made:
 Make = Callable[..., Made]
 
 
-@pytest.fixture(params=["at once", "launched and collected"])
+AT_ONCE, AHEAD = "at once", "launched and collected"
+
+
+@pytest.fixture(params=[AT_ONCE, AHEAD])
 def make(smollm2_float32: LoadedModel, request: pytest.FixtureRequest) -> Make:
     """Executors of both kinds over the real model in float32, each with pages of its own, filled with `fill`."""
 
@@ -62,7 +65,7 @@ def make(smollm2_float32: LoadedModel, request: pytest.FixtureRequest) -> Make:
         config = smollm2_float32.config
         sizes = (config, limits.num_blocks, PAGE, torch.float32)
         heads = (config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale)
-        if request.param == "at once":
+        if request.param == AT_ONCE:
             pool = KvPool(*sizes, limits.host_blocks)
             made = Made(ModelExecutor(smollm2_float32, TorchAttention(pool.layers, *heads), pool, limits), pool)
         else:
@@ -92,12 +95,14 @@ def test_pages_full_of_nan_make_no_difference(make: Make, greedy: list[int]) -> 
     assert generate(make(fill=math.nan).run, PROMPT, OUTPUTS, size=PAGE) == greedy
 
 
-@pytest.mark.parametrize("chunk", [5, 16, 17])
+@pytest.mark.parametrize(("make", "chunk"), [(AT_ONCE, 5), (AHEAD, 16), (AT_ONCE, 17)], indirect=["make"])
 def test_chunks_make_no_difference(make: Make, greedy: list[int], chunk: int) -> None:
     assert generate(make().run, PROMPT, OUTPUTS, size=PAGE, chunk=chunk) == greedy
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    ("make", "params"), [(AT_ONCE, GREEDY), (AHEAD, SEEDED)], ids=["greedy", "seeded"], indirect=["make"]
+)
 def test_a_request_resumed_at_any_point_goes_on_as_if_nothing_had_happened(make: Make, params: SamplingParams) -> None:
     made = make()
     whole = generate(made.run, PROMPT, OUTPUTS, size=PAGE, params=params)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,7 +39,7 @@ def step(rows: list[tuple[int, int]], page_size: int, seed: int = 0) -> BatchMet
     return meta
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(ROWS, st.integers(1, 8), st.integers(0, 2**16))
 def test_every_token_is_written_and_attends_where_the_step_says(
     rows: list[tuple[int, int]], page_size: int, seed: int
@@ -67,7 +68,7 @@ def _prefill_row(plan: PagedPlan, place: int) -> int:
     return plan.num_decodes + row
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.lists(st.integers(0, 60), min_size=0, max_size=9), st.integers(0, 5), st.integers(1, 8))
 def test_padded_rows_are_one_token_of_the_null_page(starts: list[int], more: int, page_size: int) -> None:
     meta = step([(start, 1) for start in starts], page_size)
@@ -84,7 +85,7 @@ def test_padded_rows_are_one_token_of_the_null_page(starts: list[int], more: int
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(ROWS.filter(bool), st.integers(1, 8), st.data())
 def test_tokens_without_a_slot_go_to_the_null_page(
     rows: list[tuple[int, int]], page_size: int, data: st.DataObject

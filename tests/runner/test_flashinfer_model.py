@@ -34,9 +34,13 @@ def one_thread() -> Any:
 
 
 @pytest.fixture(scope="module")
-def loaded(real_model_path: Path) -> Callable[[str], LoadedModel]:
+def loaded(real_model_path: Path, smollm2_cache: Path) -> Callable[[str], LoadedModel]:
     """The model in a dtype, in plain torch; loaded once."""
-    return functools.cache(lambda dtype: load_model(real_model_path, dtype, lambda _: TorchOps(), max_model_len=256))
+
+    def load(dtype: str) -> LoadedModel:
+        return load_model(real_model_path, dtype, lambda _: TorchOps(), max_model_len=256, cache_dir=smollm2_cache)
+
+    return functools.cache(load)
 
 
 def pools(model: LoadedModel) -> list[torch.Tensor]:

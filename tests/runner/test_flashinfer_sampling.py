@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,7 +80,7 @@ def random_logits(rows: int, seed: int, width: int = VOCAB) -> torch.Tensor:
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(U64, U64, st.integers(0, 2**31)), min_size=1, max_size=20))
 def test_the_devices_random_numbers_are_the_hosts_bit_for_bit(rows: list[tuple[int, int, int]]) -> None:
     seeds, choices, positions = (np.array(column, np.uint64) for column in zip(*rows, strict=True))
@@ -107,7 +108,7 @@ def test_all_kinds_mix_in_one_batch_and_a_row_is_the_same_alone(thresholds: Any)
         assert both(logits[place : place + 1], batch, slots[place : place + 1], thresholds)[1] == [got[place]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     st.integers(0, 2**31),
     st.floats(0.1, 3),

@@ -24,7 +24,7 @@ def grammars() -> Grammars:
 
 
 def status(grammars: Grammars, grammar: str, request: int = 7) -> GrammarStatus:
-    found: GrammarStatus = grammars.answer(CompileGrammar(request, grammar)).result(20)
+    found: GrammarStatus = grammars.answer(CompileGrammar(request, grammar)).result(60)
     return found
 
 
@@ -142,7 +142,7 @@ def test_the_vocabulary_is_read_once_and_soon_where_that_is_wished(smollm2_path:
 
     grammars = Grammars(load)
     answers: list[Future[GrammarStatus]] = [grammars.answer(CompileGrammar(n, f"regex:a{{{n}}}")) for n in range(1, 9)]
-    assert [answer.result(20) for answer in answers] == [GrammarStatus(n) for n in range(1, 9)]
+    assert [answer.result(60) for answer in answers] == [GrammarStatus(n) for n in range(1, 9)]
     assert reads == [1]
     soon = Grammars.of_model(smollm2_path, 49152, soon=True)
     assert allowed(soon.matcher("regex:Paris")) >= {64}

@@ -53,7 +53,7 @@ def start(runtime_dir: Path) -> Iterator[Start]:
 def scrape(path: Path) -> str:
     connection = http.client.HTTPConnection("localhost")
     connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.sock.settimeout(10)
+    connection.sock.settimeout(60)
     connection.sock.connect(str(path))
     connection.request("GET", "/metrics")
     text = connection.getresponse().read().decode()
@@ -70,7 +70,7 @@ def test_it_serves_steps_and_metrics_and_stops_in_order(runtime_dir: Path, start
     text = scrape(runtime_dir / "runner.metrics.sock")
     assert "triptych_runner_kv_blocks 8191.0" in text and "triptych_runner_process_cpu_seconds_total" in text
     process.send_signal(signal.SIGTERM)
-    _, log = process.communicate(timeout=20)
+    _, log = process.communicate(timeout=200)
     scheduler.close()
     assert process.returncode == 0, log
     assert "ready at ipc://" in log
@@ -84,7 +84,7 @@ def test_a_second_runner_on_the_same_address_says_so_and_leaves_the_first_alone(
     scheduler = Scheduler(f"ipc://{runtime_dir}/runner.sock")
     epoch = scheduler.welcome().epoch
     second = start()
-    _, log = second.communicate(timeout=20)
+    _, log = second.communicate(timeout=200)
     assert second.returncode == 1 and "another live process listens there" in log
     scheduler.channel.send(step(1, {1: 3}, epoch=epoch, arrivals=[new(1, [1, 2, 3], [1])]))
     assert tokens_of(scheduler.result()).keys() == {1}
@@ -106,5 +106,5 @@ def test_what_a_killed_runner_left_behind_is_no_obstacle(runtime_dir: Path, star
 
 def test_a_model_that_is_missing_ends_the_start_with_its_name(start: Start) -> None:
     process = start(backend="model", model="/nowhere/model.gguf")
-    _, log = process.communicate(timeout=60)
+    _, log = process.communicate(timeout=200)
     assert process.returncode == 1 and "/nowhere/model.gguf" in log and "Traceback" not in log

@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from harness import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -58,7 +59,7 @@ def batches(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[int], int
     return table, [start for start, _ in shapes], [count for _, count in shapes], size
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(batches())
 def test_the_arrays_equal_those_of_a_slow_twin(batch: tuple[list[list[int]], list[int], list[int], int]) -> None:
     table, starts, counts, size = batch

@@ -133,7 +133,7 @@ def test_ranks_on_two_hosts_serve_a_scheduler_over_tcp_and_end_when_the_cable_is
         scheduler.channel.send(step(1, {1: 3}, epoch=epoch, arrivals=[new(1, [1, 2, 3], [1])]))
         assert tokens_of(scheduler.result()).keys() == {1}
         hosts.pull_the_cable()
-        wait_until(lambda: "a rank is lost" in hosts.log(0), 20, "the first rank to notice")
-        wait_until(lambda: "a rank is lost" in hosts.log(1), 20, "the second rank to notice")
+        wait_until(lambda: "a rank is lost" in hosts.log(0), 60, "the first rank to notice")
+        wait_until(lambda: "a rank is lost" in hosts.log(1), 60, "the second rank to notice")
     finally:
         scheduler.close()

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol.columns import pack_i32
+from protocol.columns import f32, pack_i32
 from protocol.messages import FetchKv, KvStatus, SamplingParams
 from runner.model_executor import ModelExecutor, load_executor
 from tests.runner.kit import GREEDY, generate, new, random_hash, step, tokens_of
@@ -109,12 +109,17 @@ def test_swapped_pages_come_back_on_every_rank(ranks: Running, whole: Callable[.
 
 
 def test_log_probabilities_are_those_of_one_rank(ranks: Running, alone: ModelExecutor) -> None:
-    params = SamplingParams(max_tokens=4, temperature=0.0, logprobs=5)
+    params = SamplingParams(max_tokens=4, temperature=0.0, logprobs=5, prompt_logprobs=5)
     alone.clear()
     arrival = step(1, {1: 11}, arrivals=[new(1, PROMPT, [1, 2, 3], params=params)])
-    (mine,), (theirs,) = ranks.run(arrival).logprobs, alone.execute(arrival, 0).logprobs
+    result, expected = ranks.run(arrival), alone.execute(arrival, 0)
+    (mine,), (theirs,) = result.logprobs, expected.logprobs
     assert (mine.rank, mine.top_ids) == (theirs.rank, theirs.top_ids)
     assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+    (mine_of_prompt,), (theirs_of_prompt,) = result.prompt_logprobs, expected.prompt_logprobs
+    assert (mine_of_prompt.position, mine_of_prompt.end) == (1, 11)
+    assert (mine_of_prompt.ranks, mine_of_prompt.top_ids) == (theirs_of_prompt.ranks, theirs_of_prompt.top_ids)
+    assert f32(mine_of_prompt.logprobs) == pytest.approx(f32(theirs_of_prompt.logprobs), abs=1e-4)
 
 
 def test_a_step_that_breaks_the_rules_fails_on_all_ranks_and_the_next_one_runs(

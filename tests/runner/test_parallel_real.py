@@ -20,8 +20,6 @@ OUTPUTS = 8
 SEEDED = SamplingParams(max_tokens=64, temperature=0.9, top_p=0.95, top_k=200, seed=42, repetition_penalty=1.2)
 REPORTING = SamplingParams(max_tokens=64, temperature=0.0, logprobs=5)
 
-pytestmark = pytest.mark.timeout(240)
-
 
 def config_of(path: Path, ranks: int) -> RunnerConfig:
     sizes = {"num_blocks_override": 64, "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 128}

@@ -10,6 +10,7 @@ import pytest
 from runner.config import RunnerConfig
 from runner.errors import StartError
 from runner.pool import CPU_POOL_LIMIT, GIB, ModelNeeds, available_memory, pool_size, step_reserve
+from runner.prompts import SLICE_ROWS, slice_bytes
 
 NEEDS = ModelNeeds(block_bytes=1 << 20, max_context=4096, vocab_width=50000, widest_layer=3072, dtype_bytes=2)
 
@@ -29,6 +30,12 @@ def test_the_pool_takes_its_part_of_what_is_free_after_the_largest_step() -> Non
 def test_the_reserve_covers_float32_rows_of_the_whole_vocabulary() -> None:
     small, large = step_reserve(config(max_num_seqs=1), NEEDS), step_reserve(config(max_num_seqs=257), NEEDS)
     assert large - small >= 2 * 256 * NEEDS.vocab_width * 4
+
+
+def test_the_reserve_covers_what_is_told_of_prompts_whatever_the_number_of_slots() -> None:
+    few = step_reserve(config(max_num_seqs=1, max_num_batched_tokens=1), NEEDS)
+    assert few >= slice_bytes(NEEDS.vocab_width) >= 3 * SLICE_ROWS * NEEDS.vocab_width * 4
+    assert few < 2048 * NEEDS.vocab_width * 4, "and no more than that: not the logits of a whole prompt"
 
 
 def test_a_large_machine_gives_a_bounded_pool_and_never_more_than_can_be_used() -> None:

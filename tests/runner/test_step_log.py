@@ -92,7 +92,7 @@ def test_steps_are_served_on_the_private_socket_only(runtime_dir: Path) -> None:
         steps = reader.read()
         assert (steps.first, steps.tokens.tolist()) == (20, [77])
         assert len(reader.read()) == 0
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
             client.sendall(b"GET /steps HTTP/1.0\r\n\r\n")
             assert b" 404 " in client.recv(100)
         with socket.socket(socket.AF_UNIX) as client:

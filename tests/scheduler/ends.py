@@ -166,7 +166,7 @@ class Chain:
     def stop(self) -> int | None:
         if self._stop is not None and self._thread is not None:
             self._stop.request()
-            self._thread.join(10)
+            self._thread.join(60)
             assert not self._thread.is_alive(), "the scheduler doesn't end"
             self._stop = self._thread = None
         return self.code

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from protocol.columns import i32, pack_i32, pack_u64, u64
+from protocol.columns import F32, f32, i32, pack_i32, pack_u64, u64
 from protocol.messages import (
     Control,
     Extend,
@@ -17,6 +17,7 @@ from protocol.messages import (
     Finished,
     KvStatus,
     Limits,
+    PromptLogprobs,
     Rejected,
     RequestStatus,
     SamplingParams,
@@ -53,7 +54,7 @@ def default_sample(request_id: int, position: int) -> int:
 
 SUBMIT_FIELDS = (
     *("priority", "cache_salt", "emitted", "resumed", "tenant", "label", "routing_key", "kv_source", "open"),
-    *("timeout_ms", "deadline_ms", "adapter", "adapter_generation"),
+    *("timeout_ms", "deadline_ms", "adapter", "adapter_generation", "prompt_logprobs_from"),
 )
 
 
@@ -101,6 +102,8 @@ class FakeRunner:
                 "tokens": i32(new.tokens).tolist(),
                 "computed": new.num_computed,
                 "blocks": i32(new.block_ids).tolist(),
+                "untold": range(max(new.prompt_logprobs_from, 1), new.num_prompt),
+                "tells": new.params.prompt_logprobs >= 0,
             }
         ids, counts = u64(step.ids).tolist(), i32(step.num_tokens).tolist()
         assert len(set(ids)) == len(ids), "an id is scheduled twice"
@@ -115,11 +118,25 @@ class FakeRunner:
         self.scheduled.append(dict(zip(ids, counts, strict=True)))
         alive = [(i, n) for i, n in zip(ids, counts, strict=True) if i not in self.void]
         ids, counts = [i for i, _ in alive], [n for _, n in alive]
+        told = self._tell_prompts(ids, counts)
         self._write(ids, counts)
         for block in i32(step.filled_blocks).tolist():
             written = None not in self.content[block] or block in self.void_pages
             assert written, f"block {block} is called full and is not"
-        return self._sample(step, ids, counts)
+        return msgspec.structs.replace(self._sample(step, ids, counts), prompt_logprobs=told)
+
+    def _tell_prompts(self, ids: list[int], counts: list[int]) -> list[PromptLogprobs]:
+        """What computing these tokens tells of their prompts: as the log-probability of each its negative position."""
+        found = []
+        for request_id, count in zip(ids, counts, strict=True):
+            row = self.rows[request_id]
+            first = max(row["computed"] + 1, row["untold"].start)
+            end = min(row["computed"] + count + 1, row["untold"].stop)
+            if row["tells"] and first < end:
+                own = -np.arange(first, end, dtype=F32)
+                ranks = pack_i32([1] * len(own))
+                found.append(PromptLogprobs(request_id, row["incarnation"], first, own.tobytes(), ranks))
+        return found
 
     def _to_compute(self, step: Step) -> dict[int, int]:
         arrived = {new.id for new in step.new}
@@ -201,6 +218,8 @@ class Isolated:
         self.accepted: list[int] = []
         self.rejected: dict[int, Rejected] = {}
         self.finished: dict[int, Finished] = {}
+        self.told: dict[int, list[float]] = {}
+        """Of prompts: what an API keeps, which misses no position and has each once."""
         self.steps: list[Step | None] = []
 
     def add(self, request_id: int, prompt: int | list[int], max_tokens: int = 4, **params: Any) -> None:
@@ -306,6 +325,10 @@ class Isolated:
             self.accepted += u64(outputs.accepted).tolist()
             for rejection in outputs.rejected:
                 self.rejected[rejection.id] = rejection
+            for part in outputs.prompt_logprobs:
+                told = self.told.setdefault(part.id, [])
+                assert part.position <= len(told) + 1 < part.end, f"request {part.id}: {part} after {len(told)}"
+                told += f32(part.logprobs)[len(told) + 1 - part.position :].tolist()
             columns = (u64(outputs.ids), i32(outputs.positions), i32(outputs.tokens))
             for request_id, position, token in zip(*(c.tolist() for c in columns), strict=True):
                 assert request_id not in self.finished, "a token after the end"

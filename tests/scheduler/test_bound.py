@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from harness import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -60,7 +61,7 @@ LOADS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30)), min_size=2, 
 
 @pytest.mark.parametrize("admission", ADMISSION_NAMES)
 @pytest.mark.parametrize("queue", QUEUE_NAMES)
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(3), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     load=LOADS,
     usable=st.integers(6, 10),
@@ -107,7 +108,7 @@ def test_a_load_that_has_come_ends_within_the_stated_bound(
 
 
 @pytest.mark.parametrize("queue", QUEUE_NAMES)
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(15), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     load=LOADS,
     usable=st.integers(5, 10),

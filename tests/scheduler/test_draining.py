@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from harness import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -84,7 +85,7 @@ def test_a_lost_runner_has_no_pages_to_wait_for() -> None:
     assert isolated.core.pool.num_free == 4 and isolated.core.wakes_ns is None and not isolated.core.check()
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(15), deadline=None, derandomize=True)
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20), st.integers(0, 3)), min_size=1, max_size=10),
     st.sampled_from(ADMISSION_NAMES),

@@ -143,7 +143,6 @@ def test_an_order_that_fails_is_answered_with_an_error(chain: Chain, monkeypatch
     assert [(reply.nonce, reply.ok) for reply in answered] == [(7, False)] and b"internal_error" in answered[0].body
 
 
-@pytest.mark.timeout(30)
 def test_a_scheduler_that_dies_of_a_fault_closes_its_links(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else its context would wait for their sockets for ever, and no supervisor would start it again."""
 

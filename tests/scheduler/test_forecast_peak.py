@@ -6,6 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from harness import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -112,7 +113,7 @@ def test_beyond_the_most_tenants_the_one_that_was_quiet_for_longest_is_forgotten
     assert len({int(learned.rows(np.array([tenant]))[0]) for tenant in (*range(1, MAX_TENANTS), 99)}) == MAX_TENANTS
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(20), deadline=None, derandomize=True)
 @given(
     ends=st.lists(st.tuples(st.integers(1, 5000), st.booleans()), max_size=40),
     running=st.lists(st.integers(0, 200_000), max_size=10),
@@ -156,7 +157,7 @@ def fast_curve(alive: np.ndarray, batch: list[tuple[int, int, int]]) -> Curve:
     return curve_of(alive, group.astype(np.intp), now.astype(float), last_point(left, BLOCK), final)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(30), deadline=None, derandomize=True)
 @given(batch=rows, seed=st.integers(0, 5))
 def test_the_curve_of_a_batch_is_the_sum_over_its_rows(batch: list[tuple[int, int, int]], seed: int) -> None:
     alive = np.sort(np.random.default_rng(seed).random((BINS, POINTS)), axis=1)[:, ::-1]

@@ -8,26 +8,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from protocol.columns import pack_i32
 from protocol.messages import CompileGrammar, SamplingParams, Submit
-from runner.attention.torch_paged import TorchAttention
-from runner.config import RunnerConfig
-from runner.cuda.device import HostDevice
 from runner.cuda.executor import DeviceExecutor
-from runner.cuda.pages import DevicePages
-from runner.grammar.engine import Grammars
-from runner.loader import load_model
-from runner.model_executor import ModelExecutor, load_executor
-from runner.ops import TorchOps
+from runner.model_executor import ModelExecutor
 from services.text.tokenizer import Tokenizer, load_tokenizer
+from tests.scheduler.conftest import AHEAD, AT_ONCE
 from tests.scheduler.test_real_model_invariance import Chain as PlainChain
 
 SCHEMA = {
@@ -57,29 +49,6 @@ def tokenizer(real_model_path: Path) -> Tokenizer:
     return load_tokenizer(real_model_path)
 
 
-@pytest.fixture(scope="module", params=["at once", "launched and collected"])
-def executor(request: pytest.FixtureRequest, real_model_path: Path) -> Iterator[ModelExecutor | DeviceExecutor]:
-    threads = torch.get_num_threads()
-    config = RunnerConfig(
-        model=str(real_model_path), dtype="float32", block_size=16, max_model_len=128, kv_cache_memory_bytes=64 << 20,
-        swap_space_bytes=32 << 20, num_threads=1,
-    )  # fmt: skip
-    at_once = load_executor(config)
-    yield at_once if request.param == "at once" else ahead(config, at_once)
-    torch.set_num_threads(threads)
-
-
-def ahead(config: RunnerConfig, like: ModelExecutor) -> DeviceExecutor:
-    """An executor that takes the next step in before the last one's tokens are there, on the CPU."""
-    limits, device = like.limits, HostDevice()
-    model = load_model(config.model, config.dtype, TorchOps(), max_model_len=limits.max_model_len)
-    shape = model.config
-    pages = DevicePages(shape, limits.num_blocks, limits.block_size, model.dtype, device, limits.host_blocks)
-    heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.attention_scale)
-    grammars = Grammars.of_model(Path(config.model), limits.vocab_size, soon=True)
-    return DeviceExecutor(model, TorchAttention(pages.layers, *heads), pages, limits, device, grammars=grammars)
-
-
 class Chain(PlainChain):
     """The real scheduler and the real model, and between them what the scheduler asks about grammars."""
 
@@ -100,15 +69,17 @@ class Chain(PlainChain):
             self.asked.append(order.id)
             promise = self.executor.answer(order)
             assert isinstance(promise, Future)
-            self.core.on_grammar_status(promise.result(20))
+            self.core.on_grammar_status(promise.result(60))
         super().step()
 
 
-@pytest.fixture(scope="module")
-def undisturbed(executor: ModelExecutor | DeviceExecutor, tokenizer: Tokenizer) -> dict[int, list[int]]:
+@pytest.fixture
+def undisturbed(
+    executor: ModelExecutor | DeviceExecutor, tokenizer: Tokenizer, said_alone: dict[int, dict[int, list[int]]]
+) -> dict[int, list[int]]:
     """What each says alone: of its grammar, to the end."""
-    said: dict[int, list[int]] = {}
-    for request_id in PROMPTS:
+    said = said_alone.setdefault(id(executor), {})
+    for request_id in PROMPTS.keys() - said.keys():
         chain = Chain(executor, 1)
         chain.add(request_id)
         said |= chain.drain()
@@ -120,7 +91,9 @@ def undisturbed(executor: ModelExecutor | DeviceExecutor, tokenizer: Tokenizer) 
     return said
 
 
-@pytest.mark.parametrize(("depth", "recovery"), [(1, "swap"), (3, "recompute")])
+@pytest.mark.parametrize(
+    ("executor", "depth", "recovery"), [(AT_ONCE, 1, "swap"), (AHEAD, 3, "recompute")], indirect=["executor"]
+)
 def test_a_preemption_after_any_token_changes_nothing(
     executor: ModelExecutor | DeviceExecutor, undisturbed: dict[int, list[int]], recovery: str, depth: int
 ) -> None:
@@ -140,7 +113,7 @@ def test_a_preemption_after_any_token_changes_nothing(
         assert chain.core.stats.preemptions > 0
 
 
-@pytest.mark.parametrize(("chunk", "depth"), [(1, 1), (7, 3)])
+@pytest.mark.parametrize(("executor", "chunk", "depth"), [(AT_ONCE, 1, 1), (AHEAD, 7, 3)], indirect=["executor"])
 def test_no_grammar_moves_before_the_last_chunk_of_a_prompt(
     executor: ModelExecutor | DeviceExecutor, undisturbed: dict[int, list[int]], chunk: int, depth: int
 ) -> None:
@@ -150,12 +123,12 @@ def test_no_grammar_moves_before_the_last_chunk_of_a_prompt(
     assert chain.drain() == undisturbed
 
 
-def test_requests_that_are_submitted_again_after_any_token_go_on_where_they_were(
+def test_requests_that_are_submitted_again_in_the_middle_go_on_where_they_were(
     executor: ModelExecutor | DeviceExecutor, undisturbed: dict[int, list[int]]
 ) -> None:
     """As after the death of the scheduler: it knows of the outputs only what the API has kept."""
     longest = max(map(len, undisturbed.values()))
-    for cut in range(1, longest, 1 if isinstance(executor, ModelExecutor) else 3):
+    for cut in range(1, longest, 2 if isinstance(executor, ModelExecutor) else 6):
         chain = Chain(executor, 1 + cut % 3)
         for request_id, said in undisturbed.items():
             chain.add(request_id, said[: min(cut, len(said) - 1)])

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from harness import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -215,7 +216,7 @@ class History:
 
 
 history = settings(
-    max_examples=150,
+    max_examples=examples(50),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     derandomize=True,
@@ -241,7 +242,7 @@ def test_every_stream_equals_its_undisturbed_twin_and_everything_ends_within_the
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESET_NAMES if PRESETS[name].guarded])
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(15), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     load=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 80)), min_size=2, max_size=9),
     usable=st.integers(6, 12),
@@ -287,7 +288,7 @@ def test_credit_admission_never_preempts(
     assert past.core.stats.preemptions == 0
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(20), deadline=None, derandomize=True)
 @given(first=st.integers(1, 90), salts=st.tuples(st.sampled_from(["", "x", "y"]), st.sampled_from(["", "x", "y"])))
 def test_salts_never_share_and_a_hit_is_contiguous_and_leaves_a_token(first: int, salts: tuple[str, str]) -> None:
     isolated = Isolated(32)
@@ -300,7 +301,7 @@ def test_salts_never_share_and_a_hit_is_contiguous_and_leaves_a_token(first: int
     assert isolated.finished[2].num_cached_tokens == expected
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(20), deadline=None, derandomize=True)
 @given(
     others=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), min_size=1, max_size=4),
     delay=st.integers(0, 3),

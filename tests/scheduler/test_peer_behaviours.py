@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from harness import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,7 +75,7 @@ def test_whoever_leaves_with_two_steps_in_flight_has_the_tokens_of_the_steps_bef
         assert stream == solo_tokens(request_id, 10, 40)[: len(stream)]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(20), deadline=None, derandomize=True)
 @given(
     load=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=2, max_size=7),
     usable=st.integers(6, 12),
@@ -253,7 +254,7 @@ def test_those_that_wait_for_something_else_are_counted_apart() -> None:
 # --- results in any order ---------------------------------------------------------------------------------------
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=examples(25), deadline=None, derandomize=True)
 @given(
     load=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 25)), min_size=2, max_size=6),
     order=st.permutations(range(4)),

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from random import Random
 
 import pytest
+from harness import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +27,7 @@ from scheduler.policies.retraction import Running, growth, retract, retraction_o
 from scheduler.policies.urgent import Holder, make_room
 
 POLICIES = sorted(CACHE_AWARE | CACHE_AGNOSTIC)
-few = settings(max_examples=80, deadline=None)
+few = settings(max_examples=examples(25), deadline=None)
 
 waiting_requests = st.lists(
     st.builds(

@@ -17,6 +17,7 @@ from protocol import wire
 from protocol.channels import AddressTaken
 from protocol.columns import pack_i32
 from protocol.messages import Goodbye, Refused, RequestStatus
+from protocol.places import Place
 from protocol.process import EXIT_REPLACED
 from protocol.scheduler_links import LinkSettings, SchedulerLinks
 from scheduler.process import load_scheduler_class
@@ -174,7 +175,7 @@ def test_an_occupied_runner_is_waited_for_and_then_given_up_with_its_holders_nam
     chain = make_chain(lease_s=0.5)
     chain.start_runner().occupied_by = "scheduler abc"
     chain.start()
-    chain.until(lambda: chain.code is not None, "the exit", deadline_s=15)
+    chain.until(lambda: chain.code is not None, "the exit", deadline_s=60)
     assert chain.code == 3
 
 
@@ -207,7 +208,7 @@ def test_a_scheduler_that_overslept_its_replacement_makes_way_at_once(make_chain
 
     def sleep() -> None:
         asleep.set()
-        awake.wait(15)
+        awake.wait(60)
         work()
 
     chain.process.work = sleep  # type: ignore[method-assign]
@@ -221,6 +222,23 @@ def test_a_scheduler_that_overslept_its_replacement_makes_way_at_once(make_chain
     assert chain.code == EXIT_REPLACED
     chain.until(lambda: api.goodbyes, "the goodbye")
     assert api.goodbyes[0].code == "takeover" and "xyz" in api.goodbyes[0].message
+
+
+def test_a_scheduler_whose_place_was_taken_by_force_leaves_though_no_goodbye_reached_it(
+    make_chain: MakeChain, runtime_dir: Path
+) -> None:
+    chain = make_chain(lease_s=3600)
+    api = chain.connected()
+    assert chain.runner is not None
+    chain.runner.occupied_by = "scheduler xyz"
+    chain.runner.channel.drop(chain.runner.channel.peers[0])
+    successor = Place.claim(str(runtime_dir / "scheduler.sock"), by_force=True)
+    chain.until(lambda: chain.code is not None, "the exit")
+    assert chain.code == EXIT_REPLACED
+    chain.until(lambda: api.goodbyes, "the goodbye")
+    assert api.goodbyes[0].code == "takeover"
+    assert not successor.taken
+    successor.release()
 
 
 def test_who_came_into_the_place_meanwhile_is_not_taken_for_the_one_that_hangs(

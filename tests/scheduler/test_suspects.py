@@ -7,6 +7,7 @@ from math import ceil, log2
 from typing import Any
 
 import pytest
+from harness import examples
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -361,7 +362,7 @@ def test_passes_without_suspects_know_nothing_of_them() -> None:
     assert isolated.core.stats.culprits == isolated.core.stats.failed_steps == 0
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     config=CONFIGS,
     events=st.lists(EVENTS.filter(lambda event: event[0] not in ("fail", "lose")), min_size=5, max_size=40),

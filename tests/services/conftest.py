@@ -20,29 +20,48 @@ def smollm2(real_model_path: Path) -> Tokenizer:
     return load_tokenizer(real_model_path)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
+def running_services() -> Iterator[list[Service]]:
+    """The services that a file's tests have started. They end with the file: an idle one still costs its processor."""
+    running: list[Service] = []
+    yield running
+    for service in running:
+        service.close()
+
+
+@pytest.fixture(autouse=True)
+def _end_what_the_test_started(running_services: list[Service]) -> Iterator[None]:
+    """What the file's own fixtures have started stays."""
+    before = len(running_services)
+    yield
+    for service in running_services[before:]:
+        service.close()
+    del running_services[before:]
+
+
+@pytest.fixture(scope="module")
 def make_service(
-    smollm2: Tokenizer, real_model_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[MakeService]:
-    """Start API services with other settings; what a test leaves running ends with the session."""
-    started: list[Service] = []
+    smollm2: Tokenizer,
+    real_model_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    running_services: list[Service],
+) -> MakeService:
+    """Start API services with other settings; what a test leaves running ends with the test."""
 
     def make(*, keys: Sequence[str] = (), scheduler: bool = True, **settings: Any) -> Service:
         directory = tmp_path_factory.mktemp("run")
         directory.chmod(0o700)
         base = ApiConfig(model=str(real_model_path), port=0, runtime_dir=str(directory), log_interval_s=0.0)
         service = Service(replace(base, **settings), smollm2, list(keys), scheduler=scheduler)
-        started.append(service)
+        running_services.append(service)
         return service
 
-    yield make
-    for service in started:
-        service.close()
+    return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_service(make_service: MakeService) -> Service:
-    """One service for all tests that don't need their own."""
+    """One service for all tests of a file that don't need their own."""
     return make_service()
 
 

@@ -27,6 +27,7 @@ from protocol.messages import (
     Hello,
     Limits,
     Outputs,
+    PromptLogprobs,
     Refused,
     Rejected,
     RequestStatus,
@@ -36,7 +37,7 @@ from protocol.messages import (
     Welcome,
 )
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 POLL_MS = 2
 STATUS_EVERY_S = 0.1
 
@@ -87,6 +88,7 @@ class FakeScheduler:
         self.reports = True
         self.silent = False
         self.top: list[tuple[int, float]] | None = None
+        self.tell_prompt: Callable[[Submit], list[PromptLogprobs]] = told_in_two
         self._work: queue.Queue[Callable[[], None]] = queue.Queue()
         self._changed = threading.Condition()
         self._step = 0
@@ -142,6 +144,7 @@ class FakeScheduler:
             self.draining, self.reports = False, True
             self.runner = "ready"
             self.top = None
+            self.tell_prompt = told_in_two
             self._send_status()
 
         self.call(clear)
@@ -249,8 +252,11 @@ class FakeScheduler:
             ids, positions, tokens = [], [], []
             finished: list[Finished] = []
             logprobs: list[TokenLogprobs] = []
+            told: list[PromptLogprobs] = []
             for live in rows:
                 params = live.submit.params
+                if params.prompt_logprobs >= 0 and not live.count:
+                    told += self.tell_prompt(live.submit)
                 end = params.eos_token_ids[0]
                 token = live.tokens[live.count] if live.count < len(live.tokens) else end
                 ids.append(live.submit.id)
@@ -268,7 +274,7 @@ class FakeScheduler:
                 del self.live[end_event.id]
             outputs = Outputs(
                 self.epoch, self._step, pack_u64(ids), pack_i32(positions), pack_i32(tokens),
-                finished=finished, logprobs=logprobs,
+                finished=finished, logprobs=logprobs, prompt_logprobs=told,
             )  # fmt: skip
             try:
                 self.channel.send(peer, outputs)
@@ -284,6 +290,24 @@ class FakeScheduler:
             live.submit.id, live.count, -0.5, 1,
             pack_i32([i for i, _ in top]), np.array([p for _, p in top], F32).tobytes(),
         )  # fmt: skip
+
+
+def told_of(submit: Submit, begin: int, end: int) -> PromptLogprobs:
+    """Of the prompt token at position p: log-probability -p / 8 and rank 3, behind ids 7 and 5 with -1/8 and -1/4."""
+    count, best = end - begin, submit.params.prompt_logprobs
+    ids, values = [7, 5, 9, 11, 13][:best], [-0.125, -0.25, -64.0, -65.0, -66.0][:best]
+    own = -np.arange(begin, end) / 8
+    return PromptLogprobs(
+        submit.id, 1, begin, own.astype(F32).tobytes(), pack_i32([3] * count),
+        pack_i32(ids * count), np.array(values * count, F32).tobytes(),
+    )  # fmt: skip
+
+
+def told_in_two(submit: Submit) -> list[PromptLogprobs]:
+    """All of a prompt in two parts, of which the second repeats the first, as after a preemption."""
+    begin, end = max(submit.prompt_logprobs_from, 1), len(submit.prompt) // 4
+    parts = [(begin, min(begin + 2, end)), (begin, end)]
+    return [told_of(submit, *part) for part in parts if part[0] < part[1]]
 
 
 def prompt_of(submit: Submit) -> list[int]:

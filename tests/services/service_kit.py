@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,10 +17,12 @@ import uvloop
 from protocol.messages import Limits, Submit
 from protocol.process import StopSignal
 from services.config import ApiConfig
+from services.keys import Keyring
 from services.listen import listen
 from services.main import load_template
 from services.server import ApiServer
 from services.text.tokenizer import Tokenizer
+from tests.harness import NO_AUTHORITIES
 from tests.services.fake_scheduler import FakeScheduler
 
 MODEL = "smollm2-135m-instruct"
@@ -49,9 +52,10 @@ class Service:
         self._stop = StopSignal()
         self._listening = threading.Event()
         listener = listen(config)
-        self.address = "http://uds" if config.uds else f"http://127.0.0.1:{listener.getsockname()[1]}"
+        scheme = "https" if config.ssl_certfile else "http"
+        self.address = f"{scheme}://uds" if config.uds else f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"
         template = load_template(config, tokenizer)
-        self.server = ApiServer(config, tokenizer, template, keys, list(config.admin_key))
+        self.server = ApiServer(config, tokenizer, template, Keyring(keys, config.admin_key, config.api_key_file))
         self.state = self.server.state
 
         def run() -> None:
@@ -60,10 +64,11 @@ class Service:
 
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
-        assert self._listening.wait(10)
+        assert self._listening.wait(60)
         headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
-        transport = httpx.HTTPTransport(uds=config.uds) if config.uds else None
-        self.http = httpx.Client(base_url=self.address, timeout=20, headers=headers, transport=transport)
+        verify = ssl.create_default_context(cafile=config.ssl_certfile) if config.ssl_certfile else NO_AUTHORITIES
+        transport = httpx.HTTPTransport(uds=config.uds or None, verify=verify)
+        self.http = httpx.Client(base_url=self.address, timeout=60, headers=headers, transport=transport)
         if self.scheduler is not None:
             self.scheduler.wait_for(lambda: bool(self.scheduler.channel.peers), "the API's hello")
 
@@ -83,7 +88,10 @@ class Service:
     def client(self) -> openai.OpenAI:
         """The official client, without retries."""
         key = self.keys[0] if self.keys else "none"
-        return openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=20)
+        http_client = openai.DefaultHttpxClient(verify=NO_AUTHORITIES)
+        return openai.OpenAI(
+            base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=60, http_client=http_client
+        )
 
     def request_stop(self) -> None:
         """What SIGTERM does."""
@@ -91,7 +99,7 @@ class Service:
 
     def join(self) -> int | None:
         """Wait for the end; the exit code."""
-        self._thread.join(20)
+        self._thread.join(60)
         assert not self._thread.is_alive()
         return self.exit_code
 
@@ -162,8 +170,8 @@ def connect(service: Service) -> socket.socket:
     """A plain connection to the server."""
     if service.config.uds:
         client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        client.settimeout(20)
+        client.settimeout(60)
         client.connect(service.config.uds)
         return client
-    host, port = service.address.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=20)
+    host, port = service.address.partition("://")[2].split(":")
+    return socket.create_connection((host, int(port)), timeout=60)

@@ -105,6 +105,7 @@ def test_every_role_reaches_the_template(service: Service) -> None:
     ]
     assert service.http.post(PATH, json={"model": MODEL, "messages": messages, "max_tokens": 1}).status_code == 200
     text = service.tokenizer.decode(prompt_of(service.scheduler.record.submits[-1]), skip_special_tokens=False)
+    messages[-1]["role"] = "system"  # this template knows no developer
     for message in messages:
         assert f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>" in text
     assert text.endswith("<|im_start|>assistant\n")

@@ -60,6 +60,9 @@ def test_continuous_usage_grows_with_every_chunk(service: Service) -> None:
     counts = [json.loads(line)["usage"]["completion_tokens"] for line in lines[:-1]]
     assert counts == sorted(counts)
     assert counts[-1] == len(service.answer) + 1
+    body = {"messages": [{"role": "user", "content": "x"}], "n": 2, "stream_options": {"continuous_usage_stats": True}}
+    chunks = [json.loads(line) for line in stream_lines(service, "/v1/chat/completions", body)[:-1]]
+    assert all(chunk["usage"]["prompt_tokens"] > 0 for chunk in chunks), "that with the role too"
 
 
 @pytest.mark.parametrize(("max_tokens", "reason", "count"), [(3, "length", 3), (9, "stop", 8), (8, "stop", 8)])

@@ -202,6 +202,13 @@ def test_sampling_fields_reach_the_scheduler(service: Service) -> None:
     assert submit.tenant == "u-1"
 
 
+RESULT = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}
+TURNS = [
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "zz", "content": "x"}]},
+]
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
@@ -211,7 +218,13 @@ def test_sampling_fields_reach_the_scheduler(service: Service) -> None:
         ({"messages": [{"role": "system", "content": "x"}]}, r"messages\[0\].role: 'system'"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image' are not supported"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, r"messages\[0\].content\[0\]"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "'tool_use' are not supported"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, r"content\[0\]: a tool_use .* assistant"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_result"}]}]}, "a tool_result .* user"),
+        ({"messages": [*USER, *TURNS]}, "messages: no earlier call has the id 'zz'"),
+        ({"messages": [{"role": "user", "content": [RESULT]}]}, r"content\[0\]: parts of type 'image' .* only text$"),
+        ({"messages": ...}, "messages: required"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers: this feature is not supported"),
+        ({"container": "x"}, "container: this feature is not supported"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id: required"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "1"}]}]}, "id, name and input"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text: required"),
@@ -223,7 +236,13 @@ def test_sampling_fields_reach_the_scheduler(service: Service) -> None:
         ({"n": 2}, "n other than 1"),
         ({"thinking": {"type": "deep"}}, "thinking.type"),
         ({"output_format": {"type": "xml"}}, "output_config.format"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "a"}]},
+            r"^tools\[0\]: a tool of type 'web_search_20250305'",
+        ),
+        ({"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, r"^tools\[0\].input_schema: must"),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, r"^tools\[0\].name: must"),
+        ({"tools": [{"name": "f"}], "tool_choice": {"type": "tool"}}, r"^tool_choice.name: must"),
     ],
     ids=str,
 )
@@ -232,6 +251,7 @@ def test_what_is_wrong_is_a_400_that_names_it(
     service: Service, fields: dict[str, Any], reason: str, stream: bool
 ) -> None:
     body = {"model": MODEL, "max_tokens": 5, "messages": USER, "stream": stream, **fields}
+    body = {name: value for name, value in body.items() if value is not ...}
     response = service.http.post(PATH, json=body)
     assert response.status_code == 400
     error = response.json()
@@ -256,6 +276,22 @@ def test_errors_have_anthropics_types_and_the_requests_id(service: Service) -> N
 def test_a_prompt_that_is_too_long_is_called_so_by_anthropics_words(service: Service) -> None:
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long: .* 2048 tokens"):
         ask(service, messages=[{"role": "user", "content": "word " * 3000}])
+
+
+def test_a_client_that_would_keep_its_conversation_here_sends_all_of_it_instead(service: Service) -> None:
+    """Were `thread` ignored, it would send only what is new in the second turn."""
+
+    @anthropic.beta_tool
+    def look(city: str) -> str:
+        """Look a city up."""
+        return city
+
+    messages = client_of(service).beta.messages
+    runner = messages.tool_runner(model=MODEL, max_tokens=100, messages=USER, tools=[look])
+    assert runner.until_done().content[0].text == ANSWER
+    assert "What is the capital of France?" in seen(service)
+    with pytest.raises(anthropic.BadRequestError, match="thread: no conversation is kept here"):
+        messages.create(model=MODEL, max_tokens=100, messages=USER, thread={"type": "create"})
 
 
 def test_a_client_may_name_its_request(service: Service) -> None:
@@ -378,3 +414,24 @@ def test_a_missing_limit_is_only_an_error_where_something_is_generated() -> None
 def test_a_timeline_is_found_by_the_messages_id(service: Service) -> None:
     message = ask(service)
     assert service.state.engine.recent.ids(message.id.removeprefix("msg_"))
+
+
+def test_a_strict_tool_keeps_its_schema(service: Service) -> None:
+    assert service.scheduler is not None
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    for strict, kept in ((True, True), (False, False)):
+        ask(service, tools=[{"name": "weather", "input_schema": schema, "strict": strict}])
+        assert ('"city"' in service.scheduler.record.submits[-1].params.grammar) is kept
+
+
+def test_hints_of_anthropics_clients_change_nothing(service: Service) -> None:
+    before = service.state.metrics.unknown_fields._value.get()
+    fields = {"cache_control": {"type": "ephemeral"}, "context_management": {"edits": []}, "service_tier": "auto"}
+    ask(service, extra_body={**fields, "betas": ["x"], "mcp_servers": [], "container": None})
+    assert service.state.metrics.unknown_fields._value.get() == before
+
+
+def test_counting_names_what_is_wrong_in_the_same_words(service: Service) -> None:
+    body = {"model": MODEL, "messages": USER, "tools": [{"name": "f", "input_schema": {"type": "array"}}]}
+    answer = service.http.post(f"{PATH}/count_tokens", json=body)
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith("tools[0].input_schema: ")

@@ -183,6 +183,10 @@ def json_raw(value: Any) -> Any:
     return msgspec.Raw(msgspec.json.encode(value))
 
 
+TOOLS = [{"type": "function", "name": "f"}]
+CALLED = [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}]
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
@@ -198,16 +202,26 @@ def json_raw(value: Any) -> Any:
         ({"input": [{"type": "computer_call"}]}, "'computer_call' are not supported"),
         ({"input": [{"type": "function_call", "name": "x"}]}, "needs call_id"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "needs call_id"),
+        ({"input": [{"role": "user", "content": "x", "id": 5}]}, r"input\[0\]"),
+        (
+            {"input": [*CALLED, {"type": "function_call_output", "call_id": "z", "output": "x"}]},
+            "^input: no earlier .*'z'",
+        ),
+        ({"tools": [{"type": "function"}]}, r"^tools\[0\].name: must"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, r"^tool_choice.name: must"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "^tool_choice: an object with mode"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "^text.format.schema: required"),
         ({"max_tokens": 5}, "the field is max_output_tokens"),
         ({"max_output_tokens": 0}, "max_output_tokens: 0, at least 1"),
-        ({"max_output_tokens": 99999}, "max_output_tokens: .* context is"),
+        ({"max_output_tokens": 99999}, "context .* max_output_tokens: .* make"),
         ({"n": 2}, "n other than 1"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "middle"}, "truncation: 'middle'"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"background": True, "stream": True}, "background together with stream"),
         ({"background": True, "store": False}, "needs store"),
-        ({"include": ["message.output_text.logprobs"]}, "log-probabilities"),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 21}, "top_logprobs: 21"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort: 'huge'"),
+        ({"reasoning": {"effort": 1}}, "reasoning.effort: must"),
         ({"metadata": {str(n): "x" for n in range(17)}}, "metadata: 17 entries"),
         ({"metadata": {"k": "x" * 513}}, "512 characters"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type: 'xml'"),
@@ -221,10 +235,12 @@ def test_what_is_wrong_is_an_error_that_names_it(service: Service, fields: dict[
     response = service.http.post(PATH, json={"model": MODEL, "input": QUESTION, **fields})
     assert response.status_code == (400 if reason is not None else 404)
     error = response.json()["error"]
-    if reason is not None:
+    if reason is None:
+        assert error["param"] == "previous_response_id"
+    else:
         with pytest.raises(AssertionError, match=reason):
             raise AssertionError(error["message"])
-        assert error["param"] == "text.format" or error["param"] in {**fields, "top_logprobs": 0}
+        assert error["param"] in {**fields, "text.format": 0, "reasoning.effort": 0}
 
 
 def test_an_error_is_only_renamed_where_the_client_uses_another_name() -> None:

@@ -109,7 +109,7 @@ def stuck(service: Service, body: bytes, receive_buffer: int = 1) -> socket.sock
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)  # before connecting: it decides the window
     host, _, port = service.address.removeprefix("http://").partition(":")
     client.connect(service.config.uds if unix else (host, int(port)))
-    client.settimeout(20)
+    client.settimeout(60)
     client.sendall(body)
     return client
 
@@ -132,8 +132,8 @@ def test_a_reader_that_is_stuck_is_cut_off_and_its_request_aborted(
     scheduler.wait_for(lambda: len(scheduler.record.submits) == 8, "the submits")
     scheduler.wait_for(lambda: any(live.count > 20 for live in scheduler.live.values()), "some tokens")
     metrics = service.state.metrics
-    wait_until(lambda: metrics.value("write_timeouts_total") == 1, 10, "the client to be cut off")
-    wait_until(lambda: not service.state.engine.calls, 10, "the call to be released")
+    wait_until(lambda: metrics.value("write_timeouts_total") == 1, 60, "the client to be cut off")
+    wait_until(lambda: not service.state.engine.calls, 60, "the call to be released")
     assert not read_all(client).endswith(b"0\r\n\r\n"), "what was on its way may come, but no proper end"
     client.close()
     service.close()
@@ -149,8 +149,8 @@ def test_an_answer_that_is_complete_but_unread_does_not_stay(
     service.answer = [5] * 300
     client = stuck(service, request(stream=stream, n=8, logprobs=20, max_tokens=250))
     metrics = service.state.metrics
-    wait_until(lambda: metrics.value("write_timeouts_total") == 1, 10, "the client to be cut off")
-    wait_until(lambda: not service.state.engine.calls, 10, "the call to be released")
+    wait_until(lambda: metrics.value("write_timeouts_total") == 1, 60, "the client to be cut off")
+    wait_until(lambda: not service.state.engine.calls, 60, "the call to be released")
     client.close()
     service.close()
 
@@ -195,7 +195,7 @@ def test_while_readers_are_stuck_each_token_of_the_others_comes_as_soon_as_it_is
     assert len(service.state.engine.calls) >= 4, "all that time nobody read the other answers"
     for one in lagging:
         one.close()
-    wait_until(lambda: not service.state.engine.calls, 10, "the calls to be released")
+    wait_until(lambda: not service.state.engine.calls, 60, "the calls to be released")
 
 
 def test_tokens_for_a_reader_that_lags_wait_as_tokens_and_not_as_text(service: Service, wait_until: WaitUntil) -> None:
@@ -206,10 +206,10 @@ def test_tokens_for_a_reader_that_lags_wait_as_tokens_and_not_as_text(service: S
     client = stuck(service, request(stream=True, n=8, logprobs=20, max_tokens=1000, ignore_eos=True))
     scheduler.wait_for(lambda: len(scheduler.record.submits) == 8 and not scheduler.live, "the end of all choices")
     (call,) = service.state.engine.calls
-    wait_until(lambda: all(generation.over for generation in call.generations), 10, "all tokens to be here")
+    wait_until(lambda: all(generation.over for generation in call.generations), 60, "all tokens to be here")
     assert [len(generation.tokens) for generation in call.generations] == [1000] * 8
     client.close()
-    wait_until(lambda: not service.state.engine.calls, 10, "the call to be released")
+    wait_until(lambda: not service.state.engine.calls, 60, "the call to be released")
 
 
 # --- asking nothing -----------------------------------------------------------------------------------------------
@@ -228,8 +228,8 @@ def test_the_number_of_open_connections_is_exported(service: Service, wait_until
 
     before = connections()
     with connect(service), connect(service):
-        wait_until(lambda: connections() == before + 2, 10, "both connections")
-    wait_until(lambda: connections() == before, 10, "their end")
+        wait_until(lambda: connections() == before + 2, 60, "both connections")
+    wait_until(lambda: connections() == before, 60, "their end")
 
 
 @pytest.mark.parametrize("part", [b"GET /vers", b"GET /version HTTP/1.1\r\nHost"])
@@ -239,3 +239,37 @@ def test_a_connection_whose_request_stops_coming_is_closed(make_service: MakeSer
         client.sendall(part)
         assert client.recv(1) == b""
     service.close()
+
+
+# --- what never becomes a request ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"hello\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\nabc",
+    ],
+)
+def test_what_is_no_http_is_answered_like_every_error(service: Service, sent: bytes) -> None:
+    with connect(service) as client:
+        client.sendall(sent)
+        head, _, body = read_all(client).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n") and b"application/json" in head
+    assert json.loads(body)["error"]["code"] == "invalid_http"
+
+
+@pytest.mark.parametrize("begin", [b"GET /", b"GET / HTTP/1.1\r\nX: ", b"GET / HTTP/1.1\r\n"])
+def test_headers_without_an_end_are_refused(service: Service, begin: bytes) -> None:
+    piece = b"X: y\r\n" * 10_000 if begin.endswith(b"\n") else b"x" * 60_000
+    with connect(service) as client, pytest.raises(OSError):
+        client.sendall(begin)
+        for _ in range(1000):
+            client.sendall(piece)
+    with connect(service) as client:
+        client.sendall(begin + (piece * 5)[: 256 * 1024 + 1 - len(begin)])
+        assert client.recv(65536).startswith(b"HTTP/1.1 431 ")
+    with connect(service) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX: " + b"y" * 200_000 + b"\r\n\r\n")
+        assert read_all(client).startswith(b"HTTP/1.1 200 OK")

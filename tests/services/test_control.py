@@ -174,7 +174,7 @@ def bound_waiting(service: Service, wait_until: Callable[..., Any]) -> Callable[
     def bound(limit_ms: int) -> None:
         scheduler, chain = scheduler_of(service), service.state.engine.chain
         scheduler.call(lambda: setattr(scheduler, "waiting_timeout_ms", limit_ms))
-        wait_until(lambda: chain.bounds_waiting == bool(limit_ms), 10, "the scheduler's report")
+        wait_until(lambda: chain.bounds_waiting == bool(limit_ms), 60, "the scheduler's report")
 
     return bound
 

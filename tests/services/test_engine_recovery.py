@@ -32,7 +32,7 @@ class Background:
 
     @property
     def result(self) -> Any:
-        self._thread.join(20)
+        self._thread.join(60)
         assert not self._thread.is_alive()
         return self._response
 
@@ -131,7 +131,7 @@ def test_a_request_that_arrives_while_the_scheduler_is_away_waits_for_it(
     assert service.scheduler is not None
     service.scheduler.stop()
     request = Background(service)
-    wait_until(lambda: service.state.engine.num_live() == 1, 10, "the request to wait")
+    wait_until(lambda: service.state.engine.num_live() == 1, 60, "the request to wait")
     service.scheduler = service.new_scheduler(epoch=2)
     assert request.result.json()["choices"][0]["text"] == ANSWER
     service.close()

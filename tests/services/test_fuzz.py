@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import msgspec
+from harness import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -67,7 +68,10 @@ BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4)
 
 
 @settings(
-    max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(80),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(path=st.sampled_from(["completions", "chat/completions"]), fields=BODIES)
 def test_any_fields_get_an_answer(service: Service, path: str, fields: dict[str, Any]) -> None:
@@ -91,7 +95,10 @@ def test_any_fields_get_an_answer(service: Service, path: str, fields: dict[str,
 
 
 @settings(
-    max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(80),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     path=st.sampled_from(["messages", "responses"]),
@@ -117,7 +124,10 @@ def test_any_fields_of_the_other_apis_get_an_answer(service: Service, path: str,
 
 
 @settings(
-    max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(60),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     body=st.binary(max_size=40) | st.text(alphabet='{}[]":,0123456789eE+-.truefalsn\\ud8', max_size=40).map(str.encode)

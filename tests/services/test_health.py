@@ -44,11 +44,11 @@ def test_a_broken_runner_shows_in_health_and_its_return_too(
     scheduler = service.scheduler
     assert scheduler is not None
     scheduler.call(lambda: setattr(scheduler, field, value))
-    wait_until(lambda: status(service, "/health")[0] == 503, 10, "health to fail")
+    wait_until(lambda: status(service, "/health")[0] == 503, 60, "health to fail")
     assert reason in (status(service, "/health")[1] or "")
     assert status(service, "/ready")[0] == 503
     scheduler.forget()
-    wait_until(lambda: status(service, "/health")[0] == 200, 10, "health to return")
+    wait_until(lambda: status(service, "/health")[0] == 200, 60, "health to return")
 
 
 def test_of_several_runners_the_number_that_is_up_is_said(service: Service, wait_until: WaitUntil) -> None:
@@ -56,7 +56,7 @@ def test_of_several_runners_the_number_that_is_up_is_said(service: Service, wait
     assert scheduler is not None
     assert "replicas" not in service.http.get("/ready").json()
     scheduler.call(lambda: setattr(scheduler, "replicas", (3, 2)))
-    wait_until(lambda: service.http.get("/ready").json().get("replicas") == 3, 10, "the report")
+    wait_until(lambda: service.http.get("/ready").json().get("replicas") == 3, 60, "the report")
     for path in ("/health", "/ready"):
         response = service.http.get(path)
         assert response.status_code == 200 and response.json()["replicas_up"] == 2
@@ -67,7 +67,7 @@ def test_a_long_prefill_is_healthy(service: Service, wait_until: WaitUntil) -> N
     assert scheduler is not None
     scheduler.call(lambda: setattr(scheduler, "stalled_ms", 30_000))
     chain = service.state.engine.chain
-    wait_until(lambda: chain.status is not None and chain.status.stalled_ms == 30_000, 10, "the report")
+    wait_until(lambda: chain.status is not None and chain.status.stalled_ms == 30_000, 60, "the report")
     assert status(service, "/health") == (200, None)
 
 
@@ -75,11 +75,11 @@ def test_a_silent_scheduler_is_noticed_and_its_return_too(make_service: MakeServ
     service = make_service(heartbeat_timeout_s=1.0)
     scheduler = service.scheduler
     assert scheduler is not None
-    wait_until(lambda: status(service, "/health")[0] == 200, 10, "the start")
+    wait_until(lambda: status(service, "/health")[0] == 200, 60, "the start")
     scheduler.silent = True
-    wait_until(lambda: "silent" in (status(service, "/health")[1] or ""), 10, "health to fail")
+    wait_until(lambda: "silent" in (status(service, "/health")[1] or ""), 60, "health to fail")
     scheduler.silent = False
-    wait_until(lambda: status(service, "/health")[0] == 200, 10, "health to return")
+    wait_until(lambda: status(service, "/health")[0] == 200, 60, "health to return")
     service.close()
 
 
@@ -87,9 +87,9 @@ def test_a_dead_scheduler_is_noticed_and_the_next_one_too(make_service: MakeServ
     service = make_service(heartbeat_timeout_s=1.0)
     assert service.scheduler is not None
     service.scheduler.stop()
-    wait_until(lambda: status(service, "/health")[0] == 503, 10, "health to fail")
+    wait_until(lambda: status(service, "/health")[0] == 503, 60, "health to fail")
     service.scheduler = service.new_scheduler(epoch=2)
-    wait_until(lambda: status(service, "/ready")[0] == 200, 10, "readiness to return")
+    wait_until(lambda: status(service, "/ready")[0] == 200, 60, "readiness to return")
     service.close()
 
 

@@ -95,7 +95,7 @@ def test_the_metrics_say_how_much_is_kept(make_service: MakeService) -> None:
 def test_an_old_response_is_forgotten(make_service: MakeService, wait_until: WaitUntil) -> None:
     service = make_service(responses_max_age_s=0.5)
     id = ask(service).id
-    wait_until(lambda: service.state.metrics.value("kept_responses") == 0, 10, "its end")
+    wait_until(lambda: service.state.metrics.value("kept_responses") == 0, 60, "its end")
     assert service.http.get(f"{PATH}/{id}").status_code == 404
     service.close()
 
@@ -118,7 +118,7 @@ def test_a_background_response_runs_without_its_client(service: Service, wait_un
     assert (response.status, response.output, response.background) == ("in_progress", [], True)
     assert service.client.responses.retrieve(response.id).status == "in_progress"
     scheduler.call(lambda: setattr(scheduler, "tokens_allowed", 1000))
-    wait_until(lambda: service.client.responses.retrieve(response.id).status == "completed", 10, "its end")
+    wait_until(lambda: service.client.responses.retrieve(response.id).status == "completed", 60, "its end")
     assert service.client.responses.retrieve(response.id).output_text == ANSWER
     assert service.client.responses.cancel(response.id).status == "completed"
 
@@ -131,7 +131,7 @@ def test_a_background_response_survives_a_scheduler(make_service: MakeService, w
     scheduler.wait_for(lambda: [live.count for live in scheduler.live.values()] == [2], "two tokens")
     scheduler.stop()
     service.scheduler = service.new_scheduler(epoch=2)
-    wait_until(lambda: service.client.responses.retrieve(id).status == "completed", 10, "its end")
+    wait_until(lambda: service.client.responses.retrieve(id).status == "completed", 60, "its end")
     assert service.client.responses.retrieve(id).output_text == ANSWER
     service.close()
 
@@ -200,7 +200,7 @@ def test_a_stream_whose_client_left_is_kept_as_cancelled(service: Service, wait_
         first: Any = next(iter(stream))
         id = first.response.id
         assert service.client.responses.retrieve(id).status == "in_progress"
-    wait_until(lambda: service.client.responses.retrieve(id).status == "cancelled", 10, "the abort")
+    wait_until(lambda: service.client.responses.retrieve(id).status == "cancelled", 60, "the abort")
 
 
 @pytest.fixture(scope="module")
@@ -222,8 +222,3 @@ def test_a_response_is_its_keys_own(locked: Service) -> None:
     assert locked.http.delete(f"{PATH}/{id}", headers=other).status_code == 404
     assert locked.http.post(f"{PATH}/{id}/cancel", headers=other).status_code == 404
     assert locked.http.get(f"{PATH}/{id}").status_code == 200
-
-
-def test_replaying_the_events_of_a_kept_response_is_refused(service: Service) -> None:
-    answer = service.http.get(f"{PATH}/{ask(service).id}?stream=true")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported")

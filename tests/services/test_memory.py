@@ -49,7 +49,7 @@ def prepare(service: Service, wait_until: WaitUntil, kind: str) -> None:
     if kind == "refused here":
         scheduler.report(queue_limit=1, queued=1)
         door = service.state.engine.door
-        wait_until(lambda: door.refusal() is not None, 10, "the report")
+        wait_until(lambda: door.refusal() is not None, 60, "the report")
     elif kind == "refused by the scheduler":
         scheduler.refuse = lambda s: Rejected(s.id, "queue_full", "full", 503, 1)
     elif kind == "gone":
@@ -87,30 +87,23 @@ def wait_until_over(service: Service) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_object_stays_for_each_request(service: Service, wait_until: WaitUntil, kind: str) -> None:
-    prepare(service, wait_until, kind)
-    counts = []
-    for number in range(BURSTS):
-        burst(service, number, kind)
-        gc.collect()
-        counts.append(sys.getallocatedblocks())
-    assert counts[-1] - counts[1] < CLIENTS * (BURSTS - 2) / 2, f"objects after each burst: {counts}"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_a_request_leaves_does_not_wait_for_a_collection(
+def test_no_object_stays_for_each_request_or_waits_for_a_collection(
     service: Service, wait_until: WaitUntil, kind: str
 ) -> None:
-    """Cycles would: in a burst they add up, and the most memory that was ever needed is what stays."""
+    """Cycles would wait: in a burst they add up, and the most memory that was ever needed is what stays."""
     prepare(service, wait_until, kind)
-    burst(service, 0, kind)
-    gc.collect()
-    gc.disable()
-    try:
-        burst(service, 1, kind)
-        assert gc.collect() < CLIENTS / 4
-    finally:
-        gc.enable()
+    counts, waited = [], 0
+    for number in range(BURSTS):
+        gc.collect()
+        gc.disable()
+        try:
+            burst(service, number, kind)
+            waited = gc.collect()
+        finally:
+            gc.enable()
+        counts.append(sys.getallocatedblocks())
+    assert waited < CLIENTS / 4
+    assert counts[-1] - counts[1] < CLIENTS * (BURSTS - 2) / 2, f"objects after each burst: {counts}"
 
 
 def test_memory_is_given_back_once_most_of_very_many_connections_are_gone() -> None:

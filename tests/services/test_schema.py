@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.errors import ApiError
-from services.sampling import ranged
+from services.ranges import ranged
 from tests.services.service_kit import MODEL, Service
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -194,8 +194,8 @@ def test_messages_that_cannot_be_rendered_are_refused(service: Service, messages
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("functions", [{"name": "f"}]), ("guided_json_object", True), ("guided_whitespace_pattern", " "),
-        ("structural_tag", "{}"), ("prompt_logprobs", 0), ("suffix", "x"),
+        ("web_search_options", {"x": 1}), ("guided_json_object", True), ("guided_whitespace_pattern", " "),
+        ("structural_tag", "{}"), ("suffix", "x"),
         ("bad_words", ["x"]), ("logits_processors", ["x"]), ("use_beam_search", True), ("audio", {"voice": "x"}),
         ("chat_template", "{{ x }}"),
     ],
@@ -206,8 +206,7 @@ def test_a_known_feature_that_is_missing_is_refused_and_not_ignored(service: Ser
         assert post(service, path, **{field: None}).status_code == 200
 
 
-def test_echo_with_logprobs_and_best_of_above_n_are_refused(service: Service) -> None:
-    refused(post(service, COMPLETIONS, echo=True, logprobs=1), "echo")
+def test_best_of_above_n_is_refused(service: Service) -> None:
     refused(post(service, COMPLETIONS, best_of=3), "best_of")
     assert post(service, COMPLETIONS, best_of=2, n=2).status_code == 200
 
@@ -217,6 +216,7 @@ def test_logprobs_limits_are_named(service: Service) -> None:
     refused(post(service, COMPLETIONS, logprobs=-1), "logprobs")
     refused(post(service, CHAT, logprobs=True, top_logprobs=21), "top_logprobs")
     refused(post(service, CHAT, top_logprobs=2), "top_logprobs")
+    assert post(service, CHAT, top_logprobs=0).status_code == 200
     assert post(service, CHAT, logprobs=True, top_logprobs=20).status_code == 200
 
 
@@ -233,6 +233,8 @@ def test_what_the_context_cannot_hold_is_refused_with_the_numbers(service: Servi
     long = {"prompt": [1] * 2048} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "a " * 4000}]}
     error = refused(post(service, path, stream=stream, **long), "prompt" if path == COMPLETIONS else "messages")
     assert error["code"] == "context_length_exceeded"
+    words = ("This model's maximum context length is 2048 tokens", "prompt is too long")
+    assert all(text in error["message"] for text in words), "what clients look for"
 
 
 def test_a_prompt_that_fits_the_context_but_not_the_pool_is_refused_with_both_numbers(service: Service) -> None:
@@ -271,3 +273,14 @@ def test_a_bad_request_leaves_its_neighbour_alone(service: Service) -> None:
         assert post(service, COMPLETIONS, logit_bias={"999999": 1}).status_code == 400
         scheduler.call(lambda: setattr(scheduler, "tokens_allowed", 100))
         assert list(lines)[-2:] == ["data: [DONE]", ""]
+
+
+def test_what_is_missing_is_named_like_what_is_wrong(service: Service) -> None:
+    error = service.http.post(CHAT, json={"model": MODEL}).json()["error"]
+    assert (error["message"], error["param"], error["code"]) == ("messages: required", "messages", "missing")
+    error = refused(post(service, CHAT, messages=[{"content": "x"}]), "messages")
+    assert error["message"] == "messages[0].role: required"
+    error = refused(post(service, CHAT, tools=[{"type": "file_search"}]), "tools")
+    assert error["message"] == "tools[0].type: 'file_search' is not supported"
+    assert refused(post(service, COMPLETIONS, prompt=["a", ""]), "prompt")["message"].startswith("prompt[1]: ")
+    assert refused(post(service, COMPLETIONS, prompt=""), "prompt")["message"].startswith("prompt: ")

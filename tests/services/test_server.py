@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -22,7 +23,7 @@ from protocol.settings import SettingError, specs
 from services.config import ApiConfig
 from services.listen import BindError, listen
 from services.sampling import Defaults, load_defaults
-from tests.harness import ROOT, free_port
+from tests.harness import ROOT, free_port, request
 from tests.services.fake_scheduler import FakeScheduler
 from tests.services.service_kit import ANSWER, MODEL, MakeService, Service, payloads
 
@@ -42,14 +43,14 @@ class Streaming:
         self._thread.start()
 
     def _run(self) -> None:
-        with httpx.stream("POST", self._address + COMPLETIONS, json=self._body, timeout=20) as response:
+        with httpx.stream("POST", self._address + COMPLETIONS, json=self._body, timeout=60) as response:
             for part in response.iter_text():
                 self.text += part
                 self.begun.set()
 
     def lines(self) -> list[str]:
         """All events, once the stream has ended."""
-        self._thread.join(20)
+        self._thread.join(60)
         assert not self._thread.is_alive()
         return payloads(self.text)
 
@@ -62,9 +63,9 @@ def test_a_stop_lets_running_streams_end_and_refuses_new_requests(
     assert scheduler is not None
     scheduler.tokens_allowed = 2
     stream = Streaming(service)
-    assert stream.begun.wait(10)
+    assert stream.begun.wait(60)
     service.request_stop()
-    wait_until(lambda: service.state.draining, 10, "draining")
+    wait_until(lambda: service.state.draining, 60, "draining")
     refused = service.http.post(COMPLETIONS, json={"model": MODEL, "prompt": "x"})
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "shutting_down"
@@ -85,7 +86,7 @@ def test_when_the_grace_is_over_streams_end_with_an_error_event(make_service: Ma
     assert scheduler is not None
     scheduler.tokens_allowed = 2
     stream = Streaming(service)
-    assert stream.begun.wait(10)
+    assert stream.begun.wait(60)
     service.request_stop()
     lines = stream.lines()
     assert json.loads(lines[-2])["error"]["code"] == "shutting_down"
@@ -176,14 +177,14 @@ class Process:
     def status(self, path: str) -> int:
         """The status of a GET, 0 if nobody listens."""
         try:
-            return httpx.get(self.address + path, timeout=5).status_code
-        except httpx.HTTPError:
+            return request(self.config.port, "GET", path).status
+        except (OSError, http.client.HTTPException):
             return 0
 
     def end(self) -> tuple[int, str]:
         """The exit code and the log."""
         try:
-            _, log = self.popen.communicate(timeout=20)
+            _, log = self.popen.communicate(timeout=200)
         finally:
             self.popen.kill()
         return self.popen.returncode, log
@@ -203,7 +204,7 @@ def limits() -> Limits:
 
 def test_a_process_ends_in_order_on_the_first_signal(process: Process, wait_until: WaitUntil) -> None:
     scheduler = FakeScheduler(process.config.scheduler_link, limits(), lambda submit: [5, 6])
-    wait_until(lambda: process.status("/ready") == 200, 30, "readiness")
+    wait_until(lambda: process.status("/ready") == 200, 60, "readiness")
     assert Path(process.config.runtime_dir, "api.metrics.sock").exists()
     process.popen.send_signal(signal.SIGTERM)
     code, log = process.end()
@@ -217,17 +218,17 @@ def test_a_process_ends_in_order_on_the_first_signal(process: Process, wait_unti
 def test_a_second_signal_ends_a_draining_process_at_once(process: Process, wait_until: WaitUntil) -> None:
     scheduler = FakeScheduler(process.config.scheduler_link, limits(), lambda submit: [5, 6])
     scheduler.held = True
-    wait_until(lambda: process.status("/ready") == 200, 30, "readiness")
+    wait_until(lambda: process.status("/ready") == 200, 60, "readiness")
     with httpx.stream(
         "POST",
         process.address + COMPLETIONS,
         json={"model": MODEL, "prompt": "x", "stream": True},
         headers={"Authorization": "Bearer sk-geheim"},
-        timeout=20,
+        timeout=200,
     ) as response:
         assert response.status_code == 200
         process.popen.send_signal(signal.SIGTERM)
-        wait_until(lambda: process.status("/ready") == 503, 10, "draining")
+        wait_until(lambda: process.status("/ready") == 503, 60, "draining")
         process.popen.send_signal(signal.SIGTERM)
         code, log = process.end()
     assert code == 130, log
@@ -236,7 +237,7 @@ def test_a_second_signal_ends_a_draining_process_at_once(process: Process, wait_
 
 def test_a_process_whose_scheduler_was_killed_still_ends(process: Process, wait_until: WaitUntil) -> None:
     scheduler = FakeScheduler(process.config.scheduler_link, limits(), lambda submit: [5, 6])
-    wait_until(lambda: process.status("/ready") == 200, 30, "readiness")
+    wait_until(lambda: process.status("/ready") == 200, 60, "readiness")
     scheduler.stop()
     process.popen.send_signal(signal.SIGINT)
     code, log = process.end()
@@ -271,9 +272,9 @@ def test_a_request_that_waits_for_the_first_scheduler_ends_with_the_server(
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    wait_until(lambda: service.state.engine.chain._waiters, 10, "the request to wait")
+    wait_until(lambda: service.state.engine.chain._waiters, 60, "the request to wait")
     service.request_stop()
-    thread.join(10)
+    thread.join(60)
     assert outcome == [503]
     assert service.join() == 0
     service.close()

@@ -6,7 +6,9 @@ import json
 from typing import Any
 
 import pytest
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from services.connection import Connection
 from tests.services.service_kit import MODEL, MakeService, Service, payloads, stream_lines
 
 CHAT = "/v1/chat/completions"
@@ -43,6 +45,41 @@ def test_every_stream_ends_with_exactly_one_end_marker(service: Service, path: s
     assert lines.count("[DONE]") == 1
     assert lines[-1] == "[DONE]"
     assert (json.loads(lines[-2])["choices"] == []) == usage
+
+
+def test_a_step_is_one_write_however_many_choices_it_gives_tokens_and_wakes_no_handler(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = service.scheduler
+    assert scheduler is not None
+    written: list[int] = []
+    awaited: list[str] = []
+    write, send = Connection.write, RequestResponseCycle.send
+
+    def counted_write(connection: Connection, body: bytes) -> None:
+        written.append(body.count(b"data: "))
+        write(connection, body)
+
+    async def counted_send(cycle: RequestResponseCycle, message: Any) -> None:
+        awaited.append(message["type"])
+        await send(cycle, message)
+
+    monkeypatch.setattr(Connection, "write", counted_write)
+    monkeypatch.setattr(RequestResponseCycle, "send", counted_send)
+    scheduler.tokens_allowed = 1
+    body = {"model": MODEL, "messages": USER, "stream": True, "n": 3}
+    with service.http.stream("POST", CHAT, json=body) as response:
+        parts = response.iter_text()
+        text = next(parts)
+        for allowed in range(2, 6):
+            while text.count('"delta":{"content":') < 3 * (allowed - 1):
+                text += next(parts)
+            scheduler.call(lambda allowed=allowed: setattr(scheduler, "tokens_allowed", allowed))  # type: ignore
+        scheduler.call(lambda: setattr(scheduler, "tokens_allowed", 10**9))
+        text += "".join(parts)
+    assert payloads(text)[-1] == "[DONE]"
+    assert len(written) >= 4 and set(written[1:4]) == {3}, "one write with an event of each choice"
+    assert len(awaited) <= 4, "headers, what was there at once, and the end; no token"
 
 
 def test_a_silent_stream_carries_comments_and_they_are_never_inside_an_event(make_service: MakeService) -> None:

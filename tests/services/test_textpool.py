@@ -57,6 +57,39 @@ def test_only_long_texts_are_tokenized_in_another_thread(smollm2: Tokenizer, mon
     pool.close()
 
 
+def test_the_event_loop_turns_while_a_very_long_prompt_is_tokenized(
+    smollm2: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = TextPool(smollm2, None, 1)
+    original, inside, turns = smollm2.encode_many, threading.Event(), 0
+
+    def watched(*arguments: Any) -> list[list[int]]:
+        inside.set()
+        try:
+            return original(*arguments)
+        finally:
+            inside.clear()
+
+    monkeypatch.setattr(smollm2, "encode_many", watched)
+
+    async def tokenize() -> list[list[int]]:
+        loop = asyncio.get_running_loop()
+        encoding = loop.create_task(pool.encode([" word" * 100_000], True, "prompt"))
+
+        def turn() -> None:
+            nonlocal turns
+            turns += inside.is_set()
+            if not encoding.done():
+                loop.call_soon(turn)
+
+        turn()
+        return await encoding
+
+    assert len(asyncio.run(tokenize())[0]) >= 100_000
+    assert turns > 10, "the thread kept the interpreter's lock"
+    pool.close()
+
+
 def test_text_that_is_not_unicode_is_a_400(smollm2: Tokenizer) -> None:
     pool = TextPool(smollm2, None, 1)
     with pytest.raises(ApiError) as caught:

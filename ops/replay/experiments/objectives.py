@@ -71,7 +71,7 @@ OBJECTIVES = Experiment(
         Plot("against", "Share of requests within the objectives", ("goodput",), x="load"),
         Plot("against", "The same under vLLM's recorded decisions", ("vllm_goodput",), x="load"),
     ),
-    quick="--limit 600",
+    quick="--limit 300",
     quick_runs=("azure code, 1.4", "mooncake synthetic, 1.0"),
     teaches="Order and pacing decide: the machine does the same work in the same time (requests/s never below "
     "vLLM's, 3 % above it where prefixes are shared), and half to nine tenths of the requests that first "

@@ -79,7 +79,7 @@ WATERMARK = Experiment(
         Plot("against", "Preemptions: the cliff", ("preemptions",), x="watermark", y="preemptions"),
         Plot("against", "Throughput: the slope", ("outputs_per_s",), x="watermark", y="output tokens/s"),
     ),
-    quick_requests=120,
+    quick_requests=80,
     quick_runs=("0, cache on", "0.01, cache on", "0.16, cache on", "0, cache off", "0.16, cache off"),
     teaches="The cliff: the first hundred blocks, a runway of 40 steps, take 80 % of the preemptions away, and the "
     "next hundred half of the rest; ends come at random here, and the runway has to outlast the gap between "
@@ -104,7 +104,7 @@ STORM = Experiment(
         Plot("bars", "Preemptions", ("preemptions",)),
         Plot("bars", "Requests per second", ("requests_per_s",)),
     ),
-    quick="--limit 1500",
+    quick="--limit 600",
     quick_runs=tuple(f"{label}, load 1.4" for _, label, _ in STORMS),
     teaches="All eight runs are decision for decision what vLLM's own scheduler did. The watermark takes 99.5 % of "
     "the preemptions away and costs nothing: at 1.4 of capacity throughput even grows by 1 %, since nothing "
@@ -175,7 +175,7 @@ FORECAST = Experiment(
         Plot("bars", "Requests per second", ("requests_per_s",)),
         Plot("pairs", "Forecast against real peak, all confidences", y="blocks"),
     ),
-    quick="--limit 700",
+    quick="--limit 400",
     quick_runs=("optimistic, watermark 0", "credit", "forecast, confidence 0.5", "forecast, confidence 0.99"),
     teaches="A confidence of 0.95 preempts 20 times instead of 1,079 and has all of the throughput; `credit`, which is "
     "never wrong, leaves 42 % of the pool unused and 16 % of the throughput with it. On average the forecast is right "

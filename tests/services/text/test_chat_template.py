@@ -392,6 +392,8 @@ def test_the_clock_is_the_callers() -> None:
 
 def test_a_requests_own_arguments_reach_the_template_but_not_its_reserved_names() -> None:
     assert ChatTemplate("{{ mood }}{{ bos_token }}", "<s>").render(CHAT, mood="calm", bos_token="!") == "calm!"
+    odd = {"self": 1, "variables": 2, "template": 3}
+    assert ChatTemplate("{{ variables }}{{ template }}{{ messages | length }}").render(CHAT, **odd) == f"23{len(CHAT)}"
     with pytest.raises(TemplateError, match="can't set messages"):
         ChatTemplate("x").render(CHAT, messages=[])
 

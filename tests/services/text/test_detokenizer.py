@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import pytest
 
+from services.text import detokenizer as detokenizer_module
 from services.text.detokenizer import Delta, Detokenizer
 from services.text.tokenizer import Tokenizer
 
@@ -207,6 +210,58 @@ def test_a_finished_output_takes_no_more_tokens(smollm2: Tokenizer) -> None:
     detokenizer.finish()
     with pytest.raises(RuntimeError):
         detokenizer.push([5])
+
+
+class Counting:
+    """A tokenizer that counts what is asked of it, and the bytes that are decoded with it."""
+
+    def __init__(self, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._tokenizer = tokenizer
+        self.work = 0
+        decoders = codecs.getincrementaldecoder("utf-8")
+
+        def counted(errors: str) -> codecs.IncrementalDecoder:
+            decoder = decoders(errors)
+            decode = decoder.decode
+            decoder.decode = lambda data, final=False: self._count(len(data), decode(data, final))  # type: ignore
+            return decoder
+
+        monkeypatch.setattr(detokenizer_module, "_utf8", counted)
+
+    def _count(self, work: int, result: Any) -> Any:
+        self.work += work
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._tokenizer, name)
+        return (lambda token: self._count(1, found(token))) if callable(found) else found
+
+
+@pytest.mark.parametrize("stop", [(), ("never said", "\n\nUser:")])
+def test_the_work_for_a_token_is_the_same_after_few_and_after_very_many(
+    smollm2: Tokenizer, monkeypatch: pytest.MonkeyPatch, stop: tuple[str, ...]
+) -> None:
+    counting = Counting(smollm2, monkeypatch)
+    detokenizer = Detokenizer(cast(Tokenizer, counting), stop=stop)
+    ids = smollm2.encode(f"Never mind: {HARD_TEXT} is", add_special_tokens=False)
+    text = detokenizer.push(ids).text  # the first token of all may differ
+    spent = []
+    for _ in range(400):
+        before = counting.work
+        text += detokenizer.push(ids).text
+        spent.append(counting.work - before)
+    assert set(spent) == {spent[0]} and spent[0] <= 6 * len(ids)
+    assert (text + detokenizer.finish()).endswith(f"{HARD_TEXT} is")
+
+
+def test_most_tokens_are_looked_up_and_not_decoded(smollm2: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    counting = Counting(smollm2, monkeypatch)
+    detokenizer = Detokenizer(cast(Tokenizer, counting))
+    ids = smollm2.encode("The capital of France is Paris.", add_special_tokens=False)
+    detokenizer.push(ids)
+    before = counting.work
+    detokenizer.push(ids)
+    assert counting.work - before == len(ids)
 
 
 def test_what_is_kept_between_tokens_does_not_grow_with_invalid_bytes(byte_fallback: Tokenizer) -> None:

@@ -18,8 +18,8 @@ from services.errors import ApiError
 from services.structured import Form
 from services.tools.dialect import Dialect
 from services.tools.forms import answer_grammar
-from services.tools.grammar import AnswerGrammar, enforceable
-from services.tools.request import ToolUse
+from services.tools.grammar import AnswerGrammar, enforceable, keeps_patterns
+from services.tools.request import ToolUse, tool_use
 from tests.services.tools.parsing import read
 
 SPECIAL = 257
@@ -261,3 +261,29 @@ def test_a_grammar_without_one_start_is_refused_where_it_has_to_be_a_part() -> N
     with pytest.raises(ApiError) as caught:
         grammar_of(None, Form("lark", 'root: "x"', "ebnf"), reasoning="qwen3")
     assert caught.value.status == 400 and caught.value.param == "ebnf"
+
+
+@pytest.mark.parametrize("parser", ["hermes", "mistral"])
+def test_a_custom_tools_input_matches_its_expression_in_free_text_too(start: Start, parser: str) -> None:
+    expression = {"type": "grammar", "grammar": {"syntax": "regex", "definition": r"[0-9]+(\+[0-9]+)*|\"x\"\n"}}
+    chosen = tool_use([{"type": "custom", "custom": {"name": "math", "format": expression}}], None, None)
+    assert chosen is not None and enforceable(parser, chosen) and keeps_patterns(parser, chosen)
+    grammar = AnswerGrammar(parser, json.dumps).lark(chosen)
+    call = SAMPLES[parser][0]
+    call = call[: call.index("{")] + '{"name": "math", "arguments": INPUT}' + call[call.rindex("}") + 1 :]
+    for text, kept in (("1+2", True), ('"x"\n', True), ("1+", False), ("", False), ("a1", False), ("1 ", False)):
+        answer = "I count. " + call.replace("INPUT", json.dumps({"input": text}))
+        assert keeps(start(grammar), answer) is kept, text
+    assert keeps(start(grammar), "I don't count.")
+
+
+@pytest.mark.parametrize("parser", ["hermes", "mistral", "qwen3_coder"])
+def test_tools_that_are_not_allowed_are_not_called(start: Start, parser: str) -> None:
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_weather"}}]}
+    tools = [{"type": "function", "function": {"name": name, "parameters": SCHEMAS[name]}} for name in SCHEMAS]
+    chosen = tool_use(tools, {"type": "allowed_tools", "allowed_tools": allowed}, None)
+    assert chosen is not None and chosen.parallel and enforceable(parser, chosen)
+    grammar = AnswerGrammar(parser, json.dumps).lark(chosen)
+    one, two = SAMPLES[parser]
+    assert keeps(start(grammar), f"Well. {one}") and keeps(start(grammar), "No call.")
+    assert not keeps(start(grammar), two)

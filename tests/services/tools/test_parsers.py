@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from harness import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -146,7 +147,7 @@ _GRIST = st.lists(
 
 
 @pytest.mark.parametrize("name", PARSERS)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(text=_GRIST, places=st.lists(st.integers(0, 1000), max_size=12), single=st.booleans(), special=st.booleans())
 def test_how_a_text_is_cut_changes_nothing(
     name: str, text: str, places: list[int], single: bool, special: bool
@@ -158,7 +159,7 @@ def test_how_a_text_is_cut_changes_nothing(
 
 
 @pytest.mark.parametrize("name", PARSERS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(text=_GRIST)
 def test_without_calls_no_text_is_lost(name: str, text: str) -> None:
     message = read(name, [text])
@@ -174,7 +175,7 @@ _JSON = st.recursive(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     arguments=st.dictionaries(st.sampled_from(["city", "any"]), _JSON), places=st.lists(st.integers(0, 500), max_size=6)
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from harness import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,7 +42,7 @@ def test_thoughts_end_with_the_marker_and_lose_the_blanks_around(
     assert split(list(text), inside=inside)[:2] == (thoughts, content)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     text=st.lists(st.sampled_from(["<think>", "</think>", "<", "\n", " ", "a", "漢"]), max_size=9).map("".join),
     places=st.lists(st.integers(0, 200), max_size=8),

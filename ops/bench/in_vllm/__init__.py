@@ -1,0 +1,1 @@
+"""What runs inside another interpreter, which has vLLM: nothing here is imported by this project."""
