@@ -112,7 +112,7 @@ def _new_request(core: CoreScheduler, peer: int, submit: Submit) -> Request:
         routing_key=submit.routing_key,
         # KV from elsewhere would be of tokens that were not computed here, of which nothing could be told.
         kv_source=submit.kv_source if submit.params.prompt_logprobs < 0 else "",
-        told=max(submit.prompt_logprobs_from, 1),
+        told=min(max(submit.prompt_logprobs_from, 1), num_prompt),
         open=submit.open,
         arrival_ns=now,
         arrival_processed=core.processed_tokens(),

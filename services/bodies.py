@@ -1,10 +1,13 @@
-"""Reading request bodies and sending whole responses over raw ASGI."""
+"""Reading request bodies over raw ASGI, and whole responses."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import msgspec
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.errors import ApiError
@@ -76,3 +79,8 @@ async def send_body(
     fields += [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in (headers or {}).items()]
     await send({"type": "http.response.start", "status": status, "headers": fields})
     await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def json_response(body: dict[str, Any], status: int = 200) -> Response:
+    """One complete response with this body, for routes that Starlette calls as functions."""
+    return Response(msgspec.json.encode(body), status, media_type="application/json")

@@ -17,12 +17,12 @@ from protocol.columns import f32, i32
 from protocol.messages import RequestStatus, TokenLogprobs
 from services.errors import ApiError
 from services.journal import Generation
+from services.prompt_logprobs import LOGPROB_FLOOR
 from services.text.detokenizer import Delta, Detokenizer
 from services.text.tokenizer import Tokenizer
 from services.tools.calls import CallDelta
 from services.tools.reader import MessageReader
 
-LOGPROB_FLOOR = -9999.0
 _utf8 = codecs.getincrementaldecoder("utf-8")
 
 

@@ -178,10 +178,10 @@ def _whole(text: str, low: int, high: int, where: str) -> int:
     return value
 
 
-def _signature(path: str) -> tuple[int, int, int] | None:
-    """Changes with the file; None if there is none."""
+def _signature(path: str) -> tuple[int, ...] | None:
+    """Changes with the file, and with who may read it; None if there is none."""
     try:
         found = os.stat(path)
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino

@@ -15,7 +15,12 @@ from services.errors import ApiError
 MINUTE_S = 60.0
 CODE = "rate_limit_exceeded"
 _NAMES = ("requests", "tokens")
-RATE_LIMIT_HEADERS = tuple(f"x-ratelimit-{what}-{name}" for name in _NAMES for what in ("limit", "remaining", "reset"))
+_ABOUT = ("limit", "remaining", "reset")
+RATE_LIMIT_HEADERS = (
+    *(f"x-ratelimit-{what}-{name}" for name in _NAMES for what in _ABOUT),
+    *(f"anthropic-ratelimit-{name}-{what}" for name in _NAMES for what in _ABOUT),
+)
+"""All headers that say what is left of a key's limits, OpenAI's and Anthropic's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +30,6 @@ class KeyLimits:
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
     concurrent_requests: int = 0
-
-    def __bool__(self) -> bool:
-        return bool(self.requests_per_minute or self.tokens_per_minute or self.concurrent_requests)
 
 
 class Bucket:
@@ -85,11 +87,6 @@ class Account:
         self._tokens: Bucket | None = None
         self.change(limits or KeyLimits())
 
-    @property
-    def limited(self) -> bool:
-        """Whether there is anything to count."""
-        return bool(self._limits)
-
     def change(self, limits: KeyLimits) -> None:
         """Other limits, from now on."""
         self._limits = limits
@@ -125,11 +122,11 @@ class Account:
         self.live += 1
 
     def hold(self) -> None:
-        """A request that has begun goes on without its client."""
+        """Take a place for what may not be refused any more: a request that goes on without its client."""
         self.live += 1
 
     def leave(self) -> None:
-        """A request is over."""
+        """Give a place back: a request is over."""
         self.live -= 1
 
     def spend(self, tokens: int) -> None:

@@ -148,7 +148,8 @@ class ApiKeys:
         if account.tenant:
             scope["state"]["tenant"] = account.tenant
             scope["state"]["account"] = account
-        if account.limited and scope["method"] == "POST" and scope["path"] in GENERATING_PATHS:
+        if scope["method"] == "POST" and scope["path"] in GENERATING_PATHS:
+            # Without limits too: a key may be given some while its requests run.
             scope["state"]["told"] = functools.partial(self._left, account, scope["path"])
             account.enter()
             try:

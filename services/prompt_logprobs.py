@@ -19,9 +19,9 @@ from protocol.messages import PromptLogprobs
 from services.errors import ApiError
 from services.text.tokenizer import Tokenizer
 
-MOST_NUMBERS = 1 << 22
-"""Log-probabilities that an answer has of its prompts at most: some 200 MB of JSON."""
-FLOOR = -9999.0
+MOST_NUMBERS = 1 << 20
+"""Log-probabilities that an answer has of its prompts at most: some 50 MB of JSON, and each request may have them."""
+LOGPROB_FLOOR = -9999.0
 _SLICE = 256
 """Tokens that are written without a pause for other requests."""
 _encode = msgspec.json.Encoder().encode
@@ -207,4 +207,4 @@ def spelled(piece: bytes) -> str:
 
 def _finite(column: bytes) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Numbers that JSON can hold."""
-    return np.maximum(np.nan_to_num(f32(column), nan=FLOOR, neginf=FLOOR), np.float32(FLOOR))
+    return np.maximum(np.nan_to_num(f32(column), nan=LOGPROB_FLOOR, neginf=LOGPROB_FLOOR), np.float32(LOGPROB_FLOOR))

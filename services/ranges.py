@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from protocol.validation import MAX_NAME as MAX_NAME
+from protocol.validation import MAX_PRIORITY
 from services.errors import invalid
 
 MAX_STOPS = 64
@@ -14,8 +16,6 @@ MAX_ID_LIST = 1024
 MAX_PROMPTS = 1024
 MAX_PATTERN = 1024
 MAX_WAIT_S = 7 * 86_400.0
-MAX_NAME = 1024
-"""Characters of `cache_salt`, `user` and `routing_key`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ RANGES = {
     "presence_penalty": Range(-2, 2),
     "frequency_penalty": Range(-2, 2),
     "seed": Range(-(2**63), 2**64 - 1),
-    "priority": Range(-(2**31), 2**31 - 1),
+    "priority": Range(-MAX_PRIORITY, MAX_PRIORITY),
     "timeout": Range(0, MAX_WAIT_S, above=True),
     "deadline": Range(0, MAX_WAIT_S, above=True),
     "logit_bias": Range(-100, 100),

@@ -37,14 +37,21 @@ def refused_part(where: str, kind: str, known: str, param: str) -> ApiError:
     return ApiError(400, message, code="unsupported", param=param)
 
 
+def reworded(message: str, words: Mapping[str, str]) -> str:
+    """A message with other words in its place, which ends at the first colon: what follows may be the client's own."""
+    place, colon, rest = message.partition(":")
+    for theirs, own in words.items():
+        place = place.replace(theirs, own)
+    return place + colon + rest
+
+
 def rename(error: ApiError, names: Mapping[str, str], words: Mapping[str, str] = MappingProxyType({})) -> None:
     """Make an error be about the field that the client knows: `names` maps the chat request's fields to its own.
 
-    `words` are parts of names inside of fields. A message's place among chat's is none among the client's: only what is
-    wrong with it is told.
+    `words` are parts of the places inside of fields. A message's place among chat's is none among the client's: only
+    what is wrong with it is told.
     """
-    for theirs, own in words.items():
-        error.message = error.message.replace(theirs, own)
+    error.message = reworded(error.message, words)
     error.message = _MESSAGE.sub("messages: ", error.message)
     name = names.get(error.param or "")
     if name is not None:

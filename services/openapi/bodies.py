@@ -140,7 +140,7 @@ def _own_fields(body: str, limits: Limits | None) -> dict[str, Schema]:
             "max_tokens": nullable(_output_tokens(limits, least=0)),
             "best_of": nullable({"type": "integer", **RANGES["n"].schema()}),
         }
-    if body in ("ChatRequest", "TokenizeRequest"):
+    if body in _CHAT:
         return {
             "messages": parts.messages(nullable_list=body == "TokenizeRequest"),
             "max_tokens": nullable(_output_tokens(limits, least=0)),

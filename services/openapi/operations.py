@@ -10,7 +10,7 @@ import msgspec
 from services import schema
 from services.anthropic.schema import CountRequest, MessagesRequest
 from services.openapi import answers, response_answers
-from services.responses.paging import DEFAULT_PAGE, FLAGS, MAX_PAGE, ORDERS
+from services.responses.paging import DEFAULT_PAGE, FLAGS, MAX_EVENT, MAX_PAGE, ORDERS
 from services.responses.schema import ResponsesRequest
 
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
@@ -109,7 +109,7 @@ OPERATIONS = (
         statuses=(400, *_KEPT),
         parameters=(
             _query("stream", {"enum": list(FLAGS)}, "Its events, if it was created with `stream`."),
-            _query("starting_after", {"type": "integer", "minimum": 0, "maximum": 10**9 - 1}, "The last event known."),
+            _query("starting_after", {"type": "integer", "minimum": 0, "maximum": MAX_EVENT}, "The last event known."),
         ),
     ),
     Operation(

@@ -1,4 +1,4 @@
-"""What a client asks for in the query of a kept response's address: a flag, or a page of its input items."""
+"""What a client asks for in the query of a kept response's address: its events, or a page of its input items."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from services.errors import invalid
 from services.responses.items import JsonItem
 
 DEFAULT_PAGE, MAX_PAGE = 20, 100
+MAX_EVENT = 10**9 - 1
 ORDERS = ("asc", "desc")
 FLAGS = {"false": False, "true": True, "0": False, "1": True}
 
@@ -21,9 +22,15 @@ def flag(query: Mapping[str, str], name: str) -> bool:
     return FLAGS[text.lower()]
 
 
+def starting_after(query: Mapping[str, str]) -> int | None:
+    """The number of the last event that is known; None if none is named. ApiError 400 for what is no number."""
+    text = query.get("starting_after")
+    return None if text is None else _whole_number(text, "starting_after", 0, MAX_EVENT)
+
+
 def page_of(all_items: Sequence[JsonItem], query: Mapping[str, str]) -> dict[str, Any]:
     """OpenAI's list for `limit`, `order` and `after`. ApiError 400 for a value that isn't one."""
-    limit = _whole_number(query.get("limit", str(DEFAULT_PAGE)))
+    limit = _limit(query)
     items = list(all_items)
     if _order(query) == "desc":
         items.reverse()
@@ -40,7 +47,7 @@ def page_of(all_items: Sequence[JsonItem], query: Mapping[str, str]) -> dict[str
 
 def check(query: Mapping[str, str]) -> None:
     """ApiError 400 for what is wrong whatever there is to list."""
-    _whole_number(query.get("limit", str(DEFAULT_PAGE)))
+    _limit(query)
     _order(query)
 
 
@@ -51,7 +58,13 @@ def _order(query: Mapping[str, str]) -> str:
     return order
 
 
-def _whole_number(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= MAX_PAGE):
-        raise invalid(f"limit: {text[:40]!r} is not a whole number from 1 to {MAX_PAGE}", "limit", "out_of_range")
+def _limit(query: Mapping[str, str]) -> int:
+    text = query.get("limit")
+    return DEFAULT_PAGE if text is None else _whole_number(text, "limit", 1, MAX_PAGE)
+
+
+def _whole_number(text: str, param: str, low: int, high: int) -> int:
+    # More digits than the largest has can't be right, and enough of them make `int` raise.
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(high)) and low <= int(text) <= high):
+        raise invalid(f"{param}: {text[:40]!r} is not a whole number from {low} to {high}", param, "out_of_range")
     return int(text)

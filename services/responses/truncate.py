@@ -47,7 +47,9 @@ async def fitted(items: Sequence[JsonItem], use: Callable[[list[JsonItem]], Awai
         try:
             return await use([item for place, item in enumerate(items) if place not in gone])
         except ApiError as error:
-            if error.code != TOO_LONG or count == len(groups):
+            # A template may also refuse what a cut leaves, such as a conversation that begins with an answer.
+            too_much = error.code == TOO_LONG or (count > 0 and error.status == 400)
+            if not too_much or count == len(groups):
                 raise
             return error
 

@@ -9,7 +9,7 @@ import msgspec
 from protocol.messages import Limits
 from services.choice import TextOptions
 from services.conversation import template_kwargs, tokenize_chat
-from services.errors import ApiError, invalid
+from services.errors import invalid
 from services.formats import ChatFormat
 from services.generate import Job
 from services.journal import Call
@@ -20,8 +20,8 @@ from services.sampling import num_choices
 from services.schema import ChatRequest
 from services.structured import form_of
 from services.tools.forms import answer_grammar
-from services.tools.functions import as_tools, in_older_words
-from services.tools.request import ToolUse, tool_use
+from services.tools.functions import asked_tools
+from services.tools.request import ToolUse
 
 
 class Chat(GenerationEndpoint[ChatRequest]):
@@ -39,7 +39,7 @@ class Chat(GenerationEndpoint[ChatRequest]):
         params = self.params(request, limits, logprobs, "")
         form = form_of(request)
         dialect = self.state.dialect
-        use = dialect.fit(self._tools(request))
+        use = dialect.fit(asked_tools(request, request.parallel_tool_calls))
         ids = await tokenize_chat(
             self.state.text,
             request.messages,
@@ -75,18 +75,6 @@ class Chat(GenerationEndpoint[ChatRequest]):
             chunk_token_ids=bool(request.return_token_ids),
             terms=self.terms(request, call),
         )
-
-    def _tools(self, request: ChatRequest) -> ToolUse | None:
-        """What the answer may call, of `tools` or of OpenAI's older `functions`."""
-        if request.functions is None and request.function_call is None:
-            return tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
-        if request.tools or request.tool_choice is not None:
-            raise invalid("functions: excludes tools, send one of them", "functions")
-        try:
-            return tool_use(*as_tools(request.functions, request.function_call), parallel=False)
-        except ApiError as error:
-            in_older_words(error)
-            raise
 
     def _reading(self, request: ChatRequest, logprobs: int, use: ToolUse | None, prompt_ids: list[int]) -> TextOptions:
         """How tokens become a message."""

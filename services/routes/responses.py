@@ -7,7 +7,6 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -15,7 +14,7 @@ from starlette.responses import Response as HttpResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from services import schema
-from services.bodies import ClientGone, send_body
+from services.bodies import ClientGone, json_response, send_body
 from services.errors import ApiError, internal, invalid
 from services.generate import Generator, Job
 from services.journal import Call
@@ -110,7 +109,8 @@ class Responses(Chat):
             if response.log is None:
                 await send_body(send, msgspec.json.encode(response.payload()))
             else:
-                await _followed_log(response.log, -1, call, send, self.state.config.sse_ping_s)
+                with _standing_by(call):
+                    await _followed_log(response.log, -1, call, send, self.state.config.sse_ping_s)
             return
         generator = Generator(self.state, call, job)
         await generator.begin()
@@ -183,6 +183,18 @@ class Responses(Chat):
             self.state.responses.keep(response)
 
 
+@contextlib.contextmanager
+def _standing_by(call: Call) -> Iterator[None]:
+    """A call that only follows what runs in the background takes none of its key's places: the response has one."""
+    if call.account is not None:
+        call.account.leave()
+    try:
+        yield
+    finally:
+        if call.account is not None:
+            call.account.hold()
+
+
 async def _followed_log(events: EventLog, after: int, call: Call, send: Send, ping_s: float) -> None:
     """Send the events of a response in this process as they come."""
 
@@ -210,25 +222,25 @@ class KeptResponses:
         """The response as it is now; or forget it, and cancel it if it still runs."""
         if request.method == "DELETE":
             id = (await self._do(DELETE, request)).payload["id"]
-            return _json({"id": id, "object": "response", "deleted": True})
-        after = request.query_params.get("starting_after")
+            return json_response({"id": id, "object": "response", "deleted": True})
+        after = paging.starting_after(request.query_params)
         if paging.flag(request.query_params, "stream") and request.method == "GET":  # HEAD would wait for its end
-            return _Following(self._state, request, -1 if after is None else _number(after))
+            return _Following(self._state, request, -1 if after is None else after)
         if after is not None:
             raise invalid("starting_after: needs stream", "starting_after")
-        return _json((await self._do(GET, request)).payload)
+        return json_response((await self._do(GET, request)).payload)
 
     async def cancel(self, request: Request) -> HttpResponse:
         """End a response that runs in the background. One that is over stays as it is."""
         found = await self._do(CANCEL, request)
         if not found.payload["background"]:
             raise invalid("Only a response that was created with background can be cancelled", "id")
-        return _json(found.payload)
+        return json_response(found.payload)
 
     async def input_items(self, request: Request) -> HttpResponse:
         """What the model was given, earlier responses of the conversation included: the newest first, in pages."""
         paging.check(request.query_params)
-        return _json(paging.page_of((await self._do(GET, request)).items, request.query_params))
+        return json_response(paging.page_of((await self._do(GET, request)).items, request.query_params))
 
     async def _do(self, what: str, request: Request) -> Found:
         return await self._state.responses.do(what, request.path_params["id"], request.scope["state"].get("tenant"))
@@ -258,13 +270,3 @@ class _Following(HttpResponse):
                 return await shelf.news(self._id, self._tenant, number)
 
             await send_events(look, self._after, call, send, wait_s=LOOK_AGAIN_S, ping_s=ping_s)
-
-
-def _number(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 9):
-        raise invalid(f"starting_after: {text[:40]!r} is not the number of an event", "starting_after")
-    return int(text)
-
-
-def _json(body: dict[str, Any]) -> HttpResponse:
-    return HttpResponse(msgspec.json.encode(body), media_type="application/json")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from importlib import metadata
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from protocol import wire
+from services.bodies import json_response
 from services.errors import RETRY_AFTER_S, ApiError
 from services.state import ApiState
 
@@ -39,13 +39,14 @@ class StatusRoutes:
 
     async def version(self, request: Request) -> Response:
         """The program's version and the protocol it speaks."""
-        return _json({"version": program_version(), "protocol": wire.PROTOCOL_VERSION, "schema": wire.SCHEMA_DIGEST})
+        version = {"version": program_version(), "protocol": wire.PROTOCOL_VERSION, "schema": wire.SCHEMA_DIGEST}
+        return json_response(version)
 
     async def load(self, request: Request) -> Response:
         """How much is going on in all API processes behind this port, in each of them if several, and the scheduler."""
         live = await self.state.neighbours.live(self.state.engine.num_live())
         status = self.state.engine.chain.status
-        return _json(
+        return json_response(
             {
                 "server_load": sum(live.values()),
                 "by_process": {str(number): count for number, count in live.items() if number},
@@ -57,7 +58,7 @@ class StatusRoutes:
 
     async def models(self, request: Request) -> Response:
         """The served model under each of its names."""
-        return _json({"object": "list", "data": [self._model(name) for name in self._names()]})
+        return json_response({"object": "list", "data": [self._model(name) for name in self._names()]})
 
     async def model(self, request: Request) -> Response:
         """One name, or 404."""
@@ -65,7 +66,7 @@ class StatusRoutes:
         if name not in self._names():
             self.state.check_model(name)
             raise ApiError(404, f"model: {name[:200]!r} does not exist", code="model_not_found", param="model")
-        return _json(self._model(name))
+        return json_response(self._model(name))
 
     def _names(self) -> list[str]:
         return [self.state.config.served_model_name, *self.state.config.model_alias]
@@ -84,7 +85,7 @@ class StatusRoutes:
 
 
 def _health(body: dict[str, Any], problem: str) -> Response:
-    answer = _json(body, 503 if problem else 200)
+    answer = json_response(body, 503 if problem else 200)
     if problem:
         answer.headers["Retry-After"] = str(RETRY_AFTER_S)
     return answer
@@ -96,7 +97,3 @@ def program_version() -> str:
         return metadata.version("triptych")
     except metadata.PackageNotFoundError:
         return "unknown"
-
-
-def _json(body: dict[str, Any], status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status, media_type="application/json")

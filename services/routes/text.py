@@ -9,11 +9,11 @@ from starlette.types import Receive, Scope, Send
 
 from services import schema
 from services.bodies import send_body
-from services.conversation import tokenize_chat
+from services.conversation import template_kwargs, tokenize_chat
 from services.errors import invalid
 from services.sampling import check_ids
 from services.state import ApiState
-from services.tools.request import tool_use
+from services.tools.functions import asked_tools
 
 
 class Tokenize:
@@ -42,6 +42,7 @@ class Tokenize:
     async def _ids(self, request: schema.TokenizeRequest) -> list[int]:
         if (request.prompt is None) == (request.messages is None):
             raise invalid("prompt: exactly one of prompt and messages is required", "prompt")
+        kwargs, tools = template_kwargs(request.reasoning_effort, request.chat_template_kwargs), asked_tools(request)
         if request.messages is None:
             special = request.add_special_tokens is not False
             return (await self.state.text.encode([request.prompt or ""], special, "prompt"))[0]
@@ -50,9 +51,9 @@ class Tokenize:
             request.messages,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
-            kwargs=request.chat_template_kwargs,
+            kwargs=kwargs,
             add_special_tokens=request.add_special_tokens,
-            tools=tool_use(request.tools, request.tool_choice, None),
+            tools=tools,
         )
 
 

@@ -6,13 +6,31 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.errors import ApiError, invalid
+from services.schema import ChatRequest, TokenizeRequest
 from services.tools.custom import as_arguments
-from services.tools.request import checked_name
+from services.tools.request import ToolUse, checked_name, tool_use
+from services.translate import reworded
 
 AUTO = ("none", "auto")
+_OLDER = {"tools": "functions", "tool_choice": "function_call"}
+_INSIDE = {"].function.": "].", "function_call.function": "function_call"}
+"""What is one level flatter in the older fields."""
 
 
-def as_tools(functions: list[dict[str, Any]] | None, choice: Any) -> tuple[list[dict[str, Any]] | None, Any]:
+def asked_tools(request: ChatRequest | TokenizeRequest, parallel: bool | None = None) -> ToolUse | None:
+    """What an answer may call, of `tools` or of the older `functions`. ApiError 400 naming the client's field."""
+    if request.functions is None and request.function_call is None:
+        return tool_use(request.tools, request.tool_choice, parallel)
+    if request.tools or request.tool_choice is not None:
+        raise invalid("functions: excludes tools, send one of them", "functions")
+    try:
+        return tool_use(*_as_tools(request.functions, request.function_call), parallel=False)
+    except ApiError as error:
+        _in_older_words(error)
+        raise
+
+
+def _as_tools(functions: list[dict[str, Any]] | None, choice: Any) -> tuple[list[dict[str, Any]] | None, Any]:
     """The fields `functions` and `function_call` as `tools` and `tool_choice`."""
     tools = None if functions is None else [{"type": "function", "function": one} for one in functions]
     if choice is None or choice in AUTO:
@@ -22,13 +40,11 @@ def as_tools(functions: list[dict[str, Any]] | None, choice: Any) -> tuple[list[
     return tools, {"type": "function", "function": choice}
 
 
-def in_older_words(error: ApiError) -> None:
+def _in_older_words(error: ApiError) -> None:
     """Make an error be about the fields that the client knows."""
-    names = {"tools": "functions", "tool_choice": "function_call"}
-    for new, old in names.items():
-        error.message = error.message.replace(new, old)
-    error.message = error.message.replace("].function.", "].").replace("function_call.function.", "function_call.")
-    error.param = names.get(error.param or "", error.param)
+    place, colon, rest = reworded(error.message, _OLDER | _INSIDE).partition(":")
+    error.message = place + colon + rest.replace(" tools", " functions")  # no name has a blank before it
+    error.param = _OLDER.get(error.param or "", error.param)
 
 
 def with_tool_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

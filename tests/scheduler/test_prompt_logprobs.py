@@ -132,6 +132,14 @@ def test_a_scheduler_that_takes_over_goes_on_where_the_api_is() -> None:
         assert run.told[request_id] == WHOLE
 
 
+def test_more_than_the_prompt_has_cannot_have_been_told() -> None:
+    run = isolated()
+    run.add(1, SHARED, 2, prompt_logprobs=0, prompt_logprobs_from=1 << 40, resumed=True)
+    assert run.request(1).introduced(0).prompt_logprobs_from == PROMPT  # the runner keeps it in 32 bits
+    run.drain()
+    assert run.status(1) == S.LENGTH
+
+
 def test_a_request_that_moves_takes_along_what_has_been_told() -> None:
     one, other = isolated(), isolated()
     one.add(1, PROMPT, 4, prompt_logprobs=0)

@@ -100,6 +100,7 @@ def test_the_older_history_reads_as_the_newer_one(service: Service) -> None:
     [
         ({"functions": [{"name": "a b"}]}, "functions", "functions[0].name"),
         ({"functions": [FUNCTION, FUNCTION]}, "functions", "functions[1].name: 'get_weather' is there twice"),
+        ({"functions": [{"name": "tools"}] * 2}, "functions", "functions[1].name: 'tools' is there twice"),
         ({"functions": [FUNCTION], "function_call": "required!"}, "function_call", "function_call: must be"),
         ({"functions": [FUNCTION], "function_call": {"name": "x"}}, "function_call", "not among the functions"),
         ({"function_call": {"name": "x"}}, "function_call", "needs functions"),

@@ -94,6 +94,9 @@ def test_a_template_that_knows_developers_sees_them(knowing: Service) -> None:
 )
 def test_the_effort_reaches_a_template_that_asks_for_it(knowing: Service, fields: Any, begins: str) -> None:
     assert rendered(knowing, [HI], **fields) == f"{begins}user:Hi;"
+    body = {"messages": [HI], "reasoning_effort": fields.get("reasoning_effort"), **fields.get("extra_body", {})}
+    ids = knowing.http.post("/tokenize", json=body).json()["tokens"]
+    assert knowing.tokenizer.decode(ids, skip_special_tokens=False) == f"{begins}user:Hi;"
     if "extra_body" not in fields and fields:
         knowing.client.responses.create(model=MODEL, input="Hi", reasoning={"effort": fields["reasoning_effort"]})
         assert knowing.scheduler is not None

@@ -102,6 +102,15 @@ def test_as_few_as_possible_go_and_other_errors_are_not_about_length() -> None:
     assert asyncio.run(fitted(items, use)) == [5, 6, 7, 8]
     assert len(tried) <= 5
 
+    async def alternating(some: list[Any]) -> list[int]:
+        if len(some) % 2 == 0:
+            raise invalid("messages: roles must alternate", "messages", "invalid_messages")
+        return await use(some)
+
+    assert asyncio.run(fitted(items, alternating)) == [6, 7, 8]
+    with pytest.raises(Exception, match="must alternate"):  # nothing has been cut yet
+        asyncio.run(fitted(items[1:], alternating))
+
     async def refuse(some: list[Any]) -> None:
         raise invalid("n: bad", "n")
 

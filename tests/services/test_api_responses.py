@@ -13,6 +13,7 @@ import pytest
 
 from services.errors import invalid
 from services.responses.items import read_input, to_messages
+from services.responses.translate import CHAT_NAMES, CHAT_WORDS
 from services.schema import Message
 from services.translate import rename
 from tests.services.fake_scheduler import FakeScheduler, prompt_of
@@ -250,6 +251,12 @@ def test_an_error_is_only_renamed_where_the_client_uses_another_name() -> None:
     error = invalid("n: bad", "n")
     rename(error, {"max_tokens": "max_output_tokens"})
     assert (error.message, error.param) == ("n: bad", "n")
+
+
+def test_what_a_client_wrote_is_quoted_as_it_is() -> None:
+    error = invalid("tools[0].function.name: 'a.function.b' is no name", "tools")
+    rename(error, CHAT_NAMES, CHAT_WORDS)
+    assert error.message == "tools[0].name: 'a.function.b' is no name"
 
 
 def test_the_asynchronous_client_streams_many_at_once(service: Service) -> None:

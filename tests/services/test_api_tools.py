@@ -234,6 +234,8 @@ def test_tokenize_counts_tools_as_generation_does(service: Service) -> None:
     counted = service.http.post("/tokenize", json=body).json()["count"]
     assert counted == ask(service, tools=[TOOL], max_tokens=1)["usage"]["prompt_tokens"]
     assert counted > service.http.post("/tokenize", json=body | {"tool_choice": "none"}).json()["count"]
+    older = {"model": MODEL, "messages": USER, "functions": [TOOL["function"]]}
+    assert service.http.post("/tokenize", json=older).json()["count"] == counted
 
 
 def test_plain_completions_have_no_tools(service: Service) -> None:

@@ -127,8 +127,9 @@ def test_browsers_may_call_from_configured_origins_and_read_errors(make_service:
     refused = service.http.get("/v1/models", headers={**origin, "Authorization": "Bearer no"})
     assert refused.status_code == 401
     assert refused.headers["access-control-allow-origin"] == "https://app.example"
-    exposed = refused.headers["access-control-expose-headers"]
-    assert {"x-request-id", "retry-after", "x-ratelimit-reset-tokens", "warning"} <= set(exposed.split(", "))
+    exposed = set(refused.headers["access-control-expose-headers"].split(", "))
+    assert {"x-request-id", "retry-after", "warning"} <= exposed
+    assert {"x-ratelimit-reset-tokens", "anthropic-ratelimit-tokens-reset"} <= exposed
     other = service.http.options("/v1/chat/completions", headers={**asked, "Origin": "https://other.example"})
     assert other.status_code == 400
     assert "access-control-allow-origin" not in other.headers

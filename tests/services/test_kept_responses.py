@@ -53,7 +53,8 @@ def test_the_input_items_are_listed_in_pages(service: Service) -> None:
     assert [item.content[0].text for item in page.data] == ["And Austria's?", ANSWER]
     assert page.has_more
     assert [item.content[0].text for item in page] == texts[::-1]
-    for query in ("limit=0", "limit=x", "order=up", "after=msg_1"):
+    limits = ("0", "x", "101", "000000001999", "000000001" + "9" * 5000)
+    for query in (*(f"limit={limit}" for limit in limits), "order=up", "after=msg_1"):
         assert service.http.get(f"{PATH}/{second.id}/input_items?{query}").status_code == 400
 
 

@@ -126,6 +126,18 @@ def test_a_file_that_was_broken_or_removed_changes_nothing(tmp_path: Path, caplo
     assert keyring.find(b"sk-b") is not None
 
 
+def test_a_file_that_was_open_to_everybody_is_read_once_it_no_longer_is(tmp_path: Path) -> None:
+    clock = Clock()
+    path = write(tmp_path / "keys", "sk-a tenant=a\n")
+    keyring = Keyring(path=str(path), clock=clock)
+    write(path, "sk-b tenant=b\n").chmod(0o644)
+    clock.now += LOOK_S
+    assert keyring.find(b"sk-b") is None
+    path.chmod(0o600)
+    clock.now += LOOK_S
+    assert keyring.find(b"sk-b") is not None
+
+
 def test_a_key_without_a_tenant_keeps_its_own_when_other_lines_come_and_go(tmp_path: Path) -> None:
     path = write(tmp_path / "keys", "sk-a\nsk-b\n")
     before = {entry.digest: entry.tenant for entry in read_file(str(path))}

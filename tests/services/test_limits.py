@@ -23,6 +23,7 @@ KEYS = """\
 sk-few tenant=few requests_per_minute=2
 sk-short tenant=short tokens_per_minute=5
 sk-one tenant=one concurrent_requests=1
+sk-two tenant=two concurrent_requests=2
 sk-low tenant=low priority=7
 sk-free tenant=free
 """
@@ -195,6 +196,47 @@ def test_a_response_in_the_background_holds_its_place_until_it_is_over(limited: 
     headers = {"Authorization": "Bearer sk-one"}
     limited.http.post(f"/v1/responses/{started.json()['id']}/cancel", headers=headers)
     wait_until(lambda: has_room(limited, "sk-one"), 60, "room for the next")
+
+
+def test_who_follows_a_response_in_the_background_takes_no_second_place(
+    limited: Service, wait_until: WaitUntil
+) -> None:
+    limited.reset()
+    scheduler = limited.scheduler
+    assert scheduler is not None
+    scheduler.tokens_allowed = 1
+    body = {"model": MODEL, "input": "x", "background": True, "stream": True, "max_output_tokens": 3}
+    headers = {"Authorization": "Bearer sk-two"}
+    with limited.http.stream("POST", "/v1/responses", json=body, headers=headers) as answer:
+        events = answer.iter_text()
+        next(events)
+        assert has_room(limited, "sk-two")
+        with limited.http.stream("POST", COMPLETIONS, json={**BODY, "stream": True}, headers=headers) as other:
+            parts = other.iter_text()
+            next(parts)
+            assert not has_room(limited, "sk-two")
+    wait_until(lambda: has_room(limited, "sk-two"), 60, "the place of the stream")
+
+
+def test_requests_that_run_count_when_their_key_is_given_a_limit(
+    make_service: MakeService, tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text("sk-a\n")
+    path.chmod(0o600)
+    service = make_service(keys=[], api_key_file=str(path))
+    try:
+        assert service.scheduler is not None
+        service.scheduler.tokens_allowed = 1
+        headers = {"Authorization": "Bearer sk-a"}
+        with service.http.stream("POST", COMPLETIONS, json={**BODY, "stream": True}, headers=headers) as answer:
+            parts = answer.iter_text()
+            next(parts)
+            path.write_text("sk-a concurrent_requests=1\n")
+            wait_until(lambda: not has_room(service, "sk-a"), 60, "the limit")
+        wait_until(lambda: has_room(service, "sk-a"), 60, "room for the next")
+    finally:
+        service.close()
 
 
 def test_tenant_and_priority_of_a_key_reach_the_scheduler(limited: Service) -> None:

@@ -41,7 +41,7 @@ EVERYWHERE: dict[str, tuple[list[Any], list[Any]]] = {
     "presence_penalty": ([-2, 2], [-2.1, 2.1]),
     "frequency_penalty": ([-2, 2], [-2.1, 2.1]),
     "seed": ([-1, 2**64 - 1, -(2**63)], [2**64, -(2**63) - 1]),
-    "priority": ([-(2**31), 2**31 - 1], [2**31]),
+    "priority": ([1 - 2**31, 2**31 - 1], [-(2**31), 2**31]),
     "timeout": ([0.5], [0, 604801]),
     "deadline": ([0.5], [0]),
     "logit_bias": ([{}, {"5": 100}], [{"5": 100.5}, {"x": 1}, {"-1": 1}, []]),
@@ -195,6 +195,9 @@ OWN: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
     "/tokenize": {
         "prompt": (["", "x"], [1]),
         "messages": ([None], [ASK, []]),
+        "reasoning_effort": ([None, "low"], ["huge"]),
+        "tool_choice": (["none"], ["banana", "required"]),
+        "functions": ([[{"name": "f"}]], [[{}]]),
         "model": ([MODEL], ["nope"]),
         "temperature": ([5], []),
     },
