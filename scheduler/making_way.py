@@ -1,5 +1,5 @@
 """Who makes way in a pass: decoding rows when the next step doesn't fit, running requests for an urgent head, and idle
-ones that hold blocks for a head that is alone.
+ones that hold blocks for somebody who is alone, at the head or running.
 
 Which of them is a policy's choice; here is what the policies are told, and what happens to those they name.
 """
@@ -71,14 +71,18 @@ def reclaim(this: Pass, head: Request) -> bool:
 
     It computes them again, or hits those that nobody has overwritten by then.
     """
-    core = this.core
-    if len(core.table) or this.anything:
+    return not len(this.core.table) and not this.anything and take_kept(this, head)
+
+
+def take_kept(this: Pass, needy: Request) -> bool:
+    """The newest of those that hold blocks without running gives them up. False if there is none but `needy`."""
+    holder = this.core.waiting.newest_holder(needy)
+    if holder is None:
         return False
-    holder = core.waiting.newest_holder(head)
-    if holder is not None:
-        core.drop_kept(holder)
+    this.core.drop_kept(holder)
+    if this.begun:
         this.begin_admission(anew=True)
-    return holder is not None
+    return True
 
 
 def make_way(this: Pass, head: Request, bound: AdmissionTest) -> bool:

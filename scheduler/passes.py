@@ -17,7 +17,7 @@ from protocol.columns import pack_i32, pack_u64
 from protocol.messages import NewRequest, Step
 from scheduler.entering import bring_back, enter
 from scheduler.flight import Flight
-from scheduler.making_way import make_way, reclaim, retract
+from scheduler.making_way import make_way, reclaim, retract, take_kept
 from scheduler.planning import carry_out
 from scheduler.policies.admission import AdmissionTest
 from scheduler.policies.batch import UNLIMITED, Counts, deal
@@ -59,6 +59,8 @@ class Pass:
 
     def __init__(self, core: CoreScheduler) -> None:
         self.core = core
+        if core.suspects.open:
+            core.suspects.settle()  # may close the case, and steps are smaller from then on
         self.budget = core.token_budget
         self.cap = core.strategies.batch.cap(len(core.table) + len(core.waiting), self.budget)
         self.caps: Counts | None = None
@@ -70,7 +72,8 @@ class Pass:
         """Who has entered in this pass."""
         self.swap_in: list[int] = []
         """(device, host) pairs, flat: what the step copies in."""
-        self._begun = False
+        self.begun = False
+        """Whether the admission policy knows what it admits beside."""
         self.decoding: SlotArray | None = None
         """The rows that decode, where admission counts them apart from those whose prompt is under way."""
         self._decoded = False
@@ -172,6 +175,9 @@ class Pass:
                 self._serve(pending, counts, growth, growing)
                 break
             needy = int(growing[short[0]])
+            lone = table.request[int(pending[needy])] if len(table) == 1 else None
+            if lone is not None and take_kept(self, lone):
+                continue  # it would make way for itself, for ever
             if wanted[needy] == 1 and (left := retract(self, pending, wanted, needy)) is not None:
                 pending = left
                 continue
@@ -269,9 +275,9 @@ class Pass:
 
     def begin_admission(self, *, anew: bool = False) -> None:
         """Tell the admission policy what it admits beside, once in a pass unless `anew`."""
-        if self._begun and not anew:
+        if self.begun and not anew:
             return
-        self._begun = True
+        self.begun = True
         core, decoding = self.core, self.decoding
         served = 0 if core.strategies.batch.prefill_first or decoding is None else core.token_budget - self.budget
         rows = core.running_columns(decoding)

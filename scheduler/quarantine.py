@@ -23,7 +23,6 @@ def take_turns(this: Pass) -> None:
     """Serve the suspects whose turn it is, or else the others, or whoever has something to compute."""
     core = this.core
     suspects = core.suspects
-    suspects.settle()
     if suspects.lockstep and core.flights:
         return
     if suspects.their_turn and _try_groups(this):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -149,10 +150,11 @@ def test_what_can_never_be_started_ends_all_and_nothing_else_is_begun() -> None:
 
 
 def test_a_process_that_could_not_be_started_leaves_no_descriptor_open() -> None:
+    gc.collect()  # what earlier tests left open would be closed at any moment
     before = psutil.Process().num_fds()
     with pytest.raises(FileNotFoundError):
         Child(Program("api", ["/no/such/program"]), print, 0.0, again=False)
-    assert psutil.Process().num_fds() == before
+    assert psutil.Process().num_fds() <= before
 
 
 def test_what_outlives_a_child_may_speak_in_the_instant_of_its_end(supervise: Callable[..., Host]) -> None:

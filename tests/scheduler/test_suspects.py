@@ -385,6 +385,21 @@ def test_passes_without_suspects_know_nothing_of_them() -> None:
     culprits=set(),
     most_tokens=20,
 )
+@example(  # the last suspect leaves by itself: the pass that notices is as small as those after it
+    config={"preset": "triptych", "max_num_batched_tokens": 64, "max_num_seqs": 1, "enable_prefix_caching": False},
+    events=[
+        ("add", 21, 1, 0, 0, "plain"),
+        ("add", 1, 1, 0, 0, "grammar"),
+        ("step", 1),
+        ("add", 11, 1, 0, 0, "plain"),
+        ("abort", 1),
+        ("step", 1),
+    ],
+    usable=5,
+    delay=0,
+    culprits=set(),
+    most_tokens=20,
+)
 def test_whatever_the_policies_and_the_history_only_culprits_end_with_an_error(
     config: dict[str, Any],
     events: list[tuple[Any, ...]],
