@@ -190,7 +190,7 @@ class ClientChannel(Generic[R]):
         if self.connected:
             self._lost_at = self._clock()
             self.lost = why
-        self.connected = False
+        self.connected = self._cut = False
         self._session = (self._session + 1) & 0x7FFFFFFF
         self._last_hello = -1e9
 
@@ -246,6 +246,7 @@ class ClientChannel(Generic[R]):
             if message.code == wire.NO_SESSION:
                 if self.connected:
                     self._disconnect("the peer knows of no session")
+                    self._watch()  # it may be another process: the end of the connection before is not this session's
                     self._greet()
                 return False
             if message.code != wire.BAD_FRAME:

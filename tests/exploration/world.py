@@ -135,7 +135,8 @@ class World:
     def _moves(self, connection: Connection) -> list[str]:
         found = []
         dealer, router = connection.dealer, connection.router
-        if connection.down and self._alive(dealer.owner):
+        told = not dealer.unseen or router is None  # a connection's end is written before what the next one brings
+        if connection.down and told and self._alive(dealer.owner):
             found += [f"down {dealer.owner}"] + [f"down {dealer.owner} all"] * (len(connection.down) > 1)
         if connection.up and router is not None and self._alive(router.owner):
             found += [f"up {dealer.owner}"] + [f"up {dealer.owner} all"] * (len(connection.up) > 1)

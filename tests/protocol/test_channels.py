@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import socket
@@ -139,6 +140,26 @@ def test_a_restarted_server_gets_a_fresh_session_and_no_old_frames(ends: Ends) -
     ends.client.send(Abort(b"\3" * 8))
     ends.until(lambda: [m for _, m in ends.at_server if isinstance(m, Abort)], "the new abort")
     assert [m for _, m in ends.at_server if isinstance(m, Abort)] == [Abort(b"\3" * 8)]
+
+
+def test_late_news_of_a_connection_that_broke_leave_the_next_session_alone(ends: Ends) -> None:
+    ends.connect()
+    ends.server.close()
+    ends.server = ends.new_server()
+
+    def read_without_a_tick() -> bool:
+        with contextlib.suppress(ChannelFull, PeerGone):
+            ends.client.send(Abort(b"\1" * 8))
+        for identity, message in ends.server.receive():
+            if isinstance(message, Hello):
+                ends.server.welcome(identity, Welcome("scheduler", 1, wire.SCHEMA_DIGEST, "s", 2))
+        ends.at_client += ends.client.receive()
+        return len(of_kind(ends.at_client, Welcome)) == 2
+
+    wait_until(read_without_a_tick, 60, "the second welcome")
+    for _ in range(3):
+        ends.pump()
+    assert ends.client.connected and len(of_kind(ends.at_client, Welcome)) == 2
 
 
 def test_a_goodbye_ends_the_session_for_the_client(ends: Ends) -> None:
