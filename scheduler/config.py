@@ -121,7 +121,15 @@ class SchedulerConfig:
         maximum=1,
     )
     late_patience: float = setting(
-        1.27, help="on-time queue: times the worst first-come wait that late requests may wait", minimum=1
+        1.18, help="on-time queue: times the worst first-come wait that late requests may wait", minimum=1
+    )
+    late_grace_s: float = setting(79.0, help="on-time queue: so much longer may late ones wait", unit="s", minimum=0)
+    late_ahead: float = setting(
+        0.1,
+        help="on-time queue: the part of that longest wait within which who has to be served is served evenly, before "
+        "new requests that are more work than others",
+        minimum=0,
+        maximum=1,
     )
     queue_seed: int = setting(0, help="random queue: its seed")
     queue_fallback_waiting: int = setting(
@@ -173,12 +181,6 @@ class SchedulerConfig:
         "scheduler.core:CoreScheduler", help="class that schedules, as module:Class (see scheduler.interface)"
     )
     takeover: bool = setting(False, help="dismiss the scheduler that holds the runner, if there is one")
-    late_urgency: float = setting(
-        8.0,
-        help="on-time queue: power of (age of the oldest late request / how long it may wait) by which the share of "
-        "the late grows; high: little until that time is near",
-        minimum=0.5,
-    )
 
     @property
     def runner_addresses(self) -> tuple[str, ...]:

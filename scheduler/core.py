@@ -295,6 +295,7 @@ class CoreScheduler(Scheduler):
         self.history.add(request.id, control.record(self, request))
         if request.num_outputs and status not in (S.ERROR, S.IGNORED):
             self.strategies.admission.finished(tenant, request.num_outputs, at_limit=status == S.LENGTH)
+            self.strategies.queue.finished(request)
         if not self.requests:
             self.strategies.admission.idle()
 

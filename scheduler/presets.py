@@ -137,10 +137,10 @@ def choose(config: SchedulerConfig, block_size: int) -> Strategies:
                 weights=weights,
                 has_cache=config.enable_prefix_caching,
                 slo_ttft_s=config.slo_ttft_s,
-                grace_s=config.max_queue_age_s,
+                grace_s=config.late_grace_s,
                 patience=config.late_patience,
+                ahead=config.late_ahead,
                 most_late=config.late_share,
-                urgency=config.late_urgency,
             )
         ),
         admission=ADMISSION_POLICIES[preset.admission](

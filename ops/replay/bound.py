@@ -1,9 +1,10 @@
 """How many requests must be late, whoever schedules, if none may take longer than a given time: a linear program.
 
 It knows every arrival and every length beforehand, and may split requests. Work is conserved above the knee of the
-cost model, so the backlog at any time is the same for every order, and all of it belongs to requests that are late.
-A late one can stand in for it from its arrival until it must begin to end in time. At least so many are late that
-their work covers the backlog at all times; which, is the program's choice.
+cost model, so the backlog at any time is the same for every order, and all of it belongs to requests that are late, but
+for what is computed within the objective of the first token. A late one can stand in for it from its arrival until it
+must begin to end in time. At least so many are late that their work covers the backlog at all times; which, is the
+program's choice.
 """
 
 from __future__ import annotations
@@ -24,10 +25,6 @@ Floats = npt.NDArray[np.float64]
 
 BIN_S = 3.0
 """Times are rounded to bins of this length."""
-GROUPS = 8
-"""Requests that arrive in one bin are sorted by their work and decided in so many groups."""
-SLACK_S = 1.0
-"""Backlog that may be of requests on time: what waits for its first token within the objective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +43,10 @@ class Load:
         return cls(at - at.min(), lengths[:, 0], lengths[:, 1])
 
 
-def least_late(load: Load, cost: LinearCost, longest_s: float, tpot_s: float) -> float:
+def least_late(load: Load, cost: LinearCost, longest_s: float, tpot_s: float, ttft_s: float = 2.0) -> float:
     """The share of requests, 0 to 1, that are late at least if every request ends `longest_s` after its arrival at the
-    latest, and those on time get their outputs one every `tpot_s`. ValueError if no schedule can end all by then."""
+    latest; those on time get their first output within `ttft_s` and the others one every `tpot_s`, those that are late
+    one a step once they have begun. ValueError if no schedule can end all by then."""
     try:
         from scipy.optimize import linprog
         from scipy.sparse import csr_array
@@ -56,35 +54,21 @@ def least_late(load: Load, cost: LinearCost, longest_s: float, tpot_s: float) ->
         raise ValueError("this needs scipy: pip install 'triptych[analysis]'") from error
     token, context = cost.token_ns / 1e9, cost.context_ns / 1e9
     each = token + cost.row_ns / 1e9
-    work = token * load.prompt + load.outputs * (each + context * (load.prompt + load.outputs / 2))
+    steps = np.maximum(load.outputs - 1, 0)
+    work = token * load.prompt + steps * (each + context * (load.prompt + load.outputs / 2))
     num_bins = int((load.at_s.max() + longest_s) // BIN_S) + 2
     arrival = (load.at_s // BIN_S).astype(int)
     backlog = _backlog(_demand(load, arrival, num_bins, token, each, context, tpot_s))
-    hold = longest_s - load.outputs * tpot_s
-    counts, works, columns, rows = [], [], [], []
-    for at, members in _groups(arrival, work):
-        group, weight = len(counts), float(work[members].sum())
-        until = at + int(max(0.0, np.average(hold[members], weights=work[members])) // BIN_S)
-        counts.append(float(len(members)))
-        span = range(at, min(until + 1, num_bins))
-        rows += span
-        columns += [group] * len(span)
-        works += [-weight] * len(span)
-    covers = csr_array((works, (rows, columns)), shape=(num_bins, len(counts)))
-    found = linprog(counts, A_ub=covers, b_ub=-np.maximum(backlog - SLACK_S, 0), bounds=(0, 1), method="highs")
+    until = arrival + (np.maximum(longest_s - steps * cost.fixed_ns / 1e9, 0.0) // BIN_S).astype(int) + 1
+    lengths = np.minimum(until, num_bins) - arrival
+    columns = np.repeat(np.arange(len(work)), lengths)
+    rows = np.concatenate([np.arange(first, first + length) for first, length in zip(arrival, lengths, strict=True)])
+    covers = csr_array((-np.repeat(work, lengths), (rows, columns)), shape=(num_bins, len(work)))
+    least = -np.maximum(backlog - ttft_s, 0)
+    found = linprog(np.ones(len(work)), A_ub=covers, b_ub=least, bounds=(0, 1), method="highs")
     if found.status != 0:
         raise ValueError(f"no order ends every request within {longest_s:g} s")
     return float(found.fun) / len(work)
-
-
-def _groups(arrival: npt.NDArray[np.int64], work: Floats) -> list[tuple[int, npt.NDArray[np.int64]]]:
-    """(bin, indices), the largest work of a bin first."""
-    found = []
-    for at in np.unique(arrival).tolist():
-        members = np.flatnonzero(arrival == at)
-        members = members[np.argsort(-work[members])]
-        found += [(at, part) for part in np.array_split(members, min(len(members), GROUPS))]
-    return found
 
 
 def _demand(
@@ -95,7 +79,7 @@ def _demand(
     per_bin = BIN_S / tpot_s
     for step in range(int(load.outputs.max() // per_bin) + 1):
         done = step * per_bin
-        count = np.clip(load.outputs - done, 0, per_bin)
+        count = np.clip(load.outputs - 1 - done, 0, per_bin)
         seconds = count * (each + context * (load.prompt + done + count / 2))
         demand += np.bincount(np.minimum(arrival + step, num_bins - 1), weights=seconds, minlength=num_bins)
     return demand
@@ -116,11 +100,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("trace", type=Path)
     parser.add_argument("--time-scale", type=float, default=1.0, help="as for `triptych replay`")
     parser.add_argument("--longest-e2e", type=float, required=True, help="seconds that a request may take at most")
+    parser.add_argument("--slo-ttft", type=float, default=2.0, help="seconds to the first token of those on time")
     parser.add_argument("--slo-tpot", type=float, default=0.05, help="seconds per output token of those on time")
     options = parser.parse_args(arguments)
     try:
         load = Load.of(read_trace(options.trace, time_scale=options.time_scale))
-        share = least_late(load, LinearCost(), options.longest_e2e, options.slo_tpot)
+        share = least_late(load, LinearCost(), options.longest_e2e, options.slo_tpot, options.slo_ttft)
     except (OSError, TraceError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

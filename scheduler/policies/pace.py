@@ -135,6 +135,12 @@ class StepPace:
         arithmetic = self._arithmetic(size.tokens, size.context) if size.tokens > size.rows else 0.0
         return int(max(memory, arithmetic, 1.0))
 
+    @property
+    def work_ns(self) -> tuple[float, float]:
+        """What a token adds to a step that waits for arithmetic, and what a token that it attends adds."""
+        _, tokens, attended = self._prefill.weights()
+        return max(tokens, 1.0) * _TOKENS, attended * _CONTEXT
+
     def _arithmetic(self, tokens: int, context: int) -> float:
         fixed, each, attended = self._prefill.weights()
         return float(fixed + each * tokens * _TOKENS + attended * context * _CONTEXT)

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.policies.batch import UNLIMITED, BatchOptions, Counts, Mixed
-from scheduler.policies.on_time import Job, OnTime, Turns, feasible
+from scheduler.policies.late import Late, Turns
+from scheduler.policies.on_time import Job, OnTime, feasible
 from scheduler.policies.pace import StepPace, StepSize
 from scheduler.request import Request
 from scheduler.table import RowTable, SlotArray
@@ -140,19 +141,20 @@ class Paced(Mixed):
         they have nothing due, and lose nothing."""
         if now.queue is None:
             return False
-        table, since_ns = now.table, now.now_ns - now.queue.late_share.bound_ns
+        table, since_ns = now.table, now.now_ns - now.queue.late.bound_ns
         late = decodes[~table.timely[decodes]]
         return bool((table.arrival_ns[late] < since_ns).any())
 
 
 class _Deal:
     """Deals the prefill of one step, `room` tokens, to rows and waiters: who was preempted first, then the late their
-    share, then those who can be on time, and what is left again to the late."""
+    share, then those who can be on time, except for those that are too much work: they come after the late that are
+    due soon. What is left goes again to the late."""
 
     def __init__(self, now: Situation, ttft_ns: int, room: int, limit_ns: float) -> None:
         self._now, self._ttft_ns = now, ttft_ns
         self._room, self._size = room, max(room, 1)
-        self._limit_ns = limit_ns
+        self._step_ns = limit_ns or float(now.pace.predict(StepSize(self._size + 1, 0, 1)))
         self._resumed: list[_Work] = []
         self._timely: list[_Work] = []
         self._late: list[_Work] = []
@@ -167,13 +169,35 @@ class _Deal:
         self._rows = [*self._resumed, *self._timely, *self._late]
         share = self._sort_waiters()
         self._deal(self._resumed, self._room)
-        turns = self._now.queue.late_share.turns if self._now.queue is not None else Turns()
+        late = self._now.queue.late if self._now.queue is not None else None
+        turns = late.turns if late is not None else Turns()
         self._deal_late(self._room if turns.next(share * self._room, self._size) else 0)
-        kept = self._feasible(share)
-        self._deal([work for work, keep in zip(self._timely, kept, strict=True) if keep], self._room)
+        small, large = self._by_work(late)
+        missed = self._deal_timely(small, share)
+        if large and late is not None:
+            self._deal_late(self._room, late.owed.due_ns)
+            missed += self._deal_timely(large, share)
         self._deal_late(self._room)
         turns.took(self._given_late)
-        self._deal([work for work, keep in zip(self._timely, kept, strict=True) if not keep], self._room)
+        self._deal(missed, self._room)
+
+    def _by_work(self, late: Late | None) -> tuple[list[_Work], list[_Work]]:
+        """The timely, and those of them that are too much work to come before the late."""
+        if late is None:
+            return self._timely, []
+        lengths = [work.request.num_prompt for work in self._timely]
+        too_much = late.too_much(lengths, [work.tokens for work in self._timely], self._now.pace)
+        small: list[_Work] = []
+        large: list[_Work] = []
+        for work, much in zip(self._timely, too_much, strict=True):
+            (large if much and work.slot < 0 else small).append(work)
+        return small, large
+
+    def _deal_timely(self, works: list[_Work], share: float) -> list[_Work]:
+        """To those of `works` that can be on time. Returns the others."""
+        kept = self._feasible(works, share)
+        self._deal([work for work, keep in zip(works, kept, strict=True) if keep], self._room)
+        return [work for work, keep in zip(works, kept, strict=True) if not keep]
 
     def _sort_rows(self, rows: SlotArray, left: Counts) -> None:
         for slot, tokens in zip(rows.tolist(), left.tolist(), strict=True):
@@ -195,14 +219,16 @@ class _Deal:
         self._resumed += [self._waiter(request) for request in queue.resumed()]
         self._timely += [self._waiter(request) for request in queue.fresh(now_ns)]
         self._timely.sort(key=lambda work: work.request.arrival)
-        late = queue.late(now_ns)
-        first = next(late, None)
+        if self._ttft_ns:
+            queue.late.look(queue.overdue(now_ns), self._now.pace, now_ns)
+        overdue = queue.overdue(now_ns)
+        first = next(overdue, None)
         if first is not None:
-            self._late_waiters = self._with_slots(first, late)
+            self._late_waiters = self._with_slots(first, overdue)
         oldest = min((work.request for work in self._late), key=lambda request: request.arrival, default=first)
         if first is not None and oldest is not None and first.arrival < oldest.arrival:
             oldest = first
-        return queue.late_share.of(oldest, now_ns) if oldest is not None else 0.0
+        return queue.late.share(oldest, now_ns, self._room, self._step_ns) if oldest is not None else 0.0
 
     def _waiter(self, request: Request) -> _Work:
         tokens = max(1, request.num_tokens - self._now.matched(request))
@@ -216,18 +242,17 @@ class _Deal:
         for request in islice(chain((first,), others), most):
             yield self._waiter(request)
 
-    def _feasible(self, share: float) -> list[bool]:
+    def _feasible(self, works: list[_Work], share: float) -> list[bool]:
         """Which of the timely to keep, at the pace that steps like this one leave to them."""
         if not self._ttft_ns:
-            return [True] * len(self._timely)
+            return [True] * len(works)
         now = self._now
         per_step = max(1.0, self._size * (1.0 - share))
-        step_ns = self._limit_ns or float(now.pace.predict(StepSize(self._size + 1, 0, 1)))
         jobs = [
             Job(int(now.now_ns + (work.due_ns - now.now_ns) * TTFT_MARGIN), work.tokens - work.granted)
-            for work in self._timely
+            for work in works
         ]
-        return feasible(jobs, now.start_ns, step_ns / per_step)
+        return feasible(jobs, now.start_ns, self._step_ns / per_step)
 
     def _deal(self, works: list[_Work], most: int) -> int:
         """Give each what it needs, in order, up to `most` in all. Returns what was given."""
@@ -238,16 +263,25 @@ class _Deal:
                 given += self._give(work, count)
         return given
 
-    def _deal_late(self, most: int) -> None:
-        """Of the late first those that run, then who waits, oldest first. One that lacks blocks holds up the others."""
+    def _deal_late(self, most: int, within_ns: int | None = None) -> None:
+        """Of the late first those that run, then who waits, oldest first, or of these only those that have to be served
+        within some time. One that lacks blocks holds up the others."""
         before = self._room
         most -= self._deal(self._late, most)
         while most > 0 and self._room > 0 and (work := next(self._late_waiters, None)) is not None:
+            if within_ns is not None and self._may_wait(work.request, within_ns):
+                self._late_waiters = chain((work,), self._late_waiters)
+                break
             if not self._now.fits(work.request):
                 self._late_waiters = iter(())
                 break
             most -= self._give(work, min(work.tokens, most, self._room))
         self._given_late += before - self._room
+
+    def _may_wait(self, request: Request, within_ns: int) -> bool:
+        """Whether a late one may wait for longer than that."""
+        queue, now_ns = self._now.queue, self._now.now_ns
+        return queue is not None and request.arrival_ns + queue.late.bound_ns > now_ns + within_ns
 
     def _give(self, work: _Work, count: int) -> int:
         work.granted += count

@@ -53,10 +53,10 @@ class QueueOptions:
     group_prefix_tokens: int = 32
     weights: Mapping[str, float] = field(default_factory=dict)
     slo_ttft_s: float = 0.0
-    grace_s: float = 30.0
-    patience: float = 1.5
+    grace_s: float = 79.0
+    patience: float = 1.18
+    ahead: float = 0.1
     most_late: float = 0.9
-    urgency: float = 8.0
     has_cache: bool = True
 
 
@@ -112,6 +112,9 @@ class QueuePolicy(ABC):
 
     def charge(self, served: Mapping[str, float]) -> None:
         """Tenants were served this much. Only `fair` listens."""
+
+    def finished(self, request: Request) -> None:
+        """A request has ended that had outputs. Only `on-time` listens."""
 
     def tenant_gone(self, tenant: str) -> None:
         """This tenant has no live request any more, waiting or running."""

@@ -66,7 +66,7 @@ def test_late_requests_go_first_once_they_have_waited_their_bound(tmp_path: Path
     short = [{"at_s": 0.02 * n, "prompt_tokens": 520, "output_tokens": 2} for n in range(4000)]
     ours = replayed(
         write_lines(tmp_path / "t.jsonl", *short[:10], long, *short[10:]),
-        *("--preset", "triptych", "--set", "max_queue_age_s=10", *OBJECTIVES),
+        *("--preset", "triptych", "--set", "late_grace_s=10", *OBJECTIVES),
     ).runs[0]
     assert ours.completed == 4001
     assert ours.latency.e2e_s.max < 40

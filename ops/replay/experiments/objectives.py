@@ -13,7 +13,7 @@ SCALES = {
     SYNTHETIC: (4.092, 2.455, 1.754),
 }
 LOADS = (0.6, 1.0, 1.4)
-USUAL_PATIENCE = 1.27
+USUAL_PATIENCE = 1.18
 FILES = {CODE: "csv", CONV: "csv", MOONCAKE: "jsonl", SYNTHETIC: "jsonl"}
 TOLD = "--slo-ttft 2 --slo-tpot 0.05 --unknown-lengths 8192 --depth 1"
 
@@ -124,8 +124,10 @@ LATE = Experiment(
             )
             for patience in (1.0, USUAL_PATIENCE, 2.0, 3.0)
         ),
-        Run("late_urgency=1.5", "--set late_urgency=1.5", anchor=f"main_{CONV}_1.0"),
-        Run("late_share=0.5", "--set late_share=0.5", anchor=f"main_{CONV}_1.0"),
+        *(
+            Run(setting, f"--set {setting}", anchor=f"main_{CONV}_1.0")
+            for setting in ("late_grace_s=30", "late_ahead=0", "late_ahead=0.3", "late_ahead=1", "late_share=0.5")
+        ),
     ),
     columns=("goodput", "e2e_ratio", "rate_ratio", "ttft_p50", "ttft_p99"),
     plots=(
