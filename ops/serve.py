@@ -172,7 +172,7 @@ def banner(api: ApiConfig, seconds: float) -> str:
     if api.api_key or api.api_key_file:
         options += ' -H "Authorization: Bearer $API_KEY"'
     message = '{"role": "user", "content": "What is the capital of France?"}'
-    body = f'{{"model": "{api.served_model_name}", "messages": [{message}]}}'
+    body = f'{{"model": "{api.served_model_name}", "messages": [{message}], "max_tokens": 50, "temperature": 0}}'
     return (
         f"\nTriptych is ready after {seconds:.1f} s: {at}  model: {api.served_model_name}\n\n"
         f"  curl{options} {base}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'\n\n"

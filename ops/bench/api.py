@@ -26,6 +26,7 @@ from ops.bench.api_prompts import KINDS, LongPrompts, long_request
 from ops.bench.api_sample import Sample, Snapshot
 from ops.bench.api_streams import StreamFailed, Streams, space_words
 from ops.bench.api_vllm import running_vllm
+from ops.bench.beside_vllm import add_options, parse, report_of
 from ops.bench.processes import log_tail
 from ops.bench.serve import Formatter, positive_float, positive_int, write_report
 from ops.models import model_and_name
@@ -318,27 +319,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--pace-ms", type=positive_float, default=20.0, metavar="MS", help="a step for latency")
     parser.add_argument("--latency-seconds", type=positive_float, default=3.0, metavar="S", help="length of each")
     parser.add_argument("--model", default="smollm2-135m-instruct", help="whose tokenizer and template are used")
-    parser.add_argument("--vllm-python", type=Path, metavar="PATH", help="interpreter that has vLLM: compare with it")
-    parser.add_argument("--model-dir", type=Path, metavar="DIR", help="Hugging Face directory for vLLM")
     parser.add_argument("--vllm-step-ms", type=float, default=50.0, metavar="MS", help="least time of vLLM's steps")
     parser.add_argument("--require", type=positive_float, metavar="R", help="fail below R tokens/CPU-s at 256 streams")
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to stdout")
+    add_options(parser, model_dir="vLLM")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Parses `argv`, measures, reports; returns the exit code."""
     parser = build_parser()
-    options = parser.parse_args(list(argv))
-    if options.vllm_python and not options.model_dir:
-        parser.error("--vllm-python needs --model-dir (python -m ops.bench.export makes one)")
-    try:
-        report = run(options)
-    except StreamFailed as error:
-        print(f"triptych bench api: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    options = parse(parser, argv)
+    report = report_of(parser, options, run, StreamFailed)
     write_report(report, render(report), options.json)
     slow = [row for row in report["cases"] if row["streams"] == 256 and row["case"] != PEER_CASE]
     slow = [row for row in slow if options.require and row["tokens_per_cpu_s"] < options.require]

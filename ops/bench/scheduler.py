@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
+from ops.bench.beside_vllm import add_options, parse, report_of
 from ops.bench.scheduler_peer import Peer, PeerFailed
 from ops.bench.scheduler_subject import (
     BLOCK_SIZE,
@@ -238,24 +237,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--admission-len", type=positive_int, default=8192, metavar="TOKENS", help="prompt to admit")
     parser.add_argument("--admissions", type=positive_int, default=30, metavar="K", help="prompts admitted per case")
     parser.add_argument("--messages", type=positive_int, default=300, metavar="K", help="steps sent over the socket")
-    parser.add_argument("--vllm-python", type=Path, metavar="PATH", help="interpreter that has vLLM: compare with it")
-    parser.add_argument("--model-dir", type=Path, metavar="DIR", help="Hugging Face directory for vLLM's config")
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to stdout")
+    add_options(parser, model_dir="vLLM's config")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Parses `argv`, measures, reports; returns the exit code."""
     parser = build_parser()
-    options = parser.parse_args(list(argv))
-    if options.vllm_python and not options.model_dir:
-        parser.error("--vllm-python needs --model-dir (python -m ops.bench.export makes one)")
-    try:
-        report = run(options)
-    except PeerFailed as error:
-        print(f"triptych bench scheduler: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    options = parse(parser, argv)
+    report = report_of(parser, options, run, PeerFailed)
     write_report(report, render(report), options.json)
     return 0
