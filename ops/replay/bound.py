@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from ops.traces import TraceError, TraceRow, read_trace
 from runner.step_costs import LinearCost
+from scheduler.policies.work import BUCKETS, buckets_of
 
 Floats = npt.NDArray[np.float64]
 
@@ -43,10 +44,13 @@ class Load:
         return cls(at - at.min(), lengths[:, 0], lengths[:, 1])
 
 
-def least_late(load: Load, cost: LinearCost, longest_s: float, tpot_s: float, ttft_s: float = 2.0) -> float:
+def least_late(
+    load: Load, cost: LinearCost, longest_s: float, tpot_s: float, ttft_s: float = 2.0, *, alike: bool = False
+) -> float:
     """The share of requests, 0 to 1, that are late at least if every request ends `longest_s` after its arrival at the
     latest; those on time get their first output within `ttft_s` and the others one every `tpot_s`, those that are late
-    one a step once they have begun. ValueError if no schedule can end all by then."""
+    one a step once they have begun. `alike`: of those who come together with prompts of about the same length the same
+    share is late, as where nobody knows which will have many outputs. ValueError if no schedule can end all by then."""
     try:
         from scipy.optimize import linprog
         from scipy.sparse import csr_array
@@ -61,11 +65,13 @@ def least_late(load: Load, cost: LinearCost, longest_s: float, tpot_s: float, tt
     backlog = _backlog(_demand(load, arrival, num_bins, token, each, context, tpot_s))
     until = arrival + (np.maximum(longest_s - steps * cost.fixed_ns / 1e9, 0.0) // BIN_S).astype(int) + 1
     lengths = np.minimum(until, num_bins) - arrival
-    columns = np.repeat(np.arange(len(work)), lengths)
+    choices = arrival * BUCKETS + buckets_of(load.prompt) if alike else np.arange(len(work))
+    _, choice, counts = np.unique(choices, return_inverse=True, return_counts=True)
+    columns = np.repeat(choice, lengths)
     rows = np.concatenate([np.arange(first, first + length) for first, length in zip(arrival, lengths, strict=True)])
-    covers = csr_array((-np.repeat(work, lengths), (rows, columns)), shape=(num_bins, len(work)))
+    covers = csr_array((-np.repeat(work, lengths), (rows, columns)), shape=(num_bins, len(counts)))
     least = -np.maximum(backlog - ttft_s, 0)
-    found = linprog(np.ones(len(work)), A_ub=covers, b_ub=least, bounds=(0, 1), method="highs")
+    found = linprog(counts, A_ub=covers, b_ub=least, bounds=(0, 1), method="highs")
     if found.status != 0:
         raise ValueError(f"no order ends every request within {longest_s:g} s")
     return float(found.fun) / len(work)
@@ -100,12 +106,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("trace", type=Path)
     parser.add_argument("--time-scale", type=float, default=1.0, help="as for `triptych replay`")
     parser.add_argument("--longest-e2e", type=float, required=True, help="seconds that a request may take at most")
+    parser.add_argument("--alike", action="store_true", help="who has many outputs isn't known beforehand")
     parser.add_argument("--slo-ttft", type=float, default=2.0, help="seconds to the first token of those on time")
     parser.add_argument("--slo-tpot", type=float, default=0.05, help="seconds per output token of those on time")
     options = parser.parse_args(arguments)
     try:
         load = Load.of(read_trace(options.trace, time_scale=options.time_scale))
-        share = least_late(load, LinearCost(), options.longest_e2e, options.slo_tpot, options.slo_ttft)
+        objectives = options.slo_tpot, options.slo_ttft
+        share = least_late(load, LinearCost(), options.longest_e2e, *objectives, alike=options.alike)
     except (OSError, TraceError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -53,12 +53,12 @@ class ExpectedWork:
     def of(self, prompts: Floats, costs: tuple[float, float], computed: Floats | None = None) -> Floats:
         """Of requests with these prompts [N], tokens each, of which `computed` aren't in the cache, where that is
         known."""
-        part, outputs = self.expected()[:, _buckets(prompts)]
+        part, outputs = self.expected()[:, buckets_of(prompts)]
         return _work(prompts, prompts * part if computed is None else computed, outputs, costs)
 
     def computed(self, prompts: Floats) -> Floats:
         """The tokens of these prompts [N] that will have to be computed."""
-        return np.asarray(prompts * self.expected()[0, _buckets(prompts)])
+        return np.asarray(prompts * self.expected()[0, buckets_of(prompts)])
 
     def of_buckets(self, counts: Floats, tokens: Floats, costs: tuple[float, float]) -> float:
         """Of `counts` requests per bucket with `tokens` prompt tokens together [BUCKETS]."""
@@ -68,7 +68,8 @@ class ExpectedWork:
         return float((counts[here] * _work(prompts, prompts * part, outputs, costs)).sum())
 
 
-def _buckets(prompts: Floats) -> npt.NDArray[np.intp]:
+def buckets_of(prompts: Floats) -> npt.NDArray[np.intp]:
+    """The buckets of prompts of so many tokens [N]."""
     return np.minimum((PER_OCTAVE * np.log2(np.maximum(prompts, 1.0))).astype(np.intp), BUCKETS - 1)
 
 

@@ -39,6 +39,14 @@ def test_a_shorter_longest_time_makes_more_late() -> None:
     assert shares[0] > 1.3 * shares[1] > 1.3 * 1.3 * shares[2] > 0.1
 
 
+def test_who_can_not_tell_the_long_from_the_short_has_more_late() -> None:
+    """20 s of work too many, in requests with one prompt and very different numbers of outputs."""
+    at = np.repeat(np.arange(40.0), 4)
+    some = Load(at, np.full(160, 10.0), np.tile((1.0, 1.0, 1.0, 121.0), 40))
+    known, alike = (least_late(some, COST, 1000, 0.01, alike=same) for same in (False, True))
+    assert 0 < 2 * known < alike
+
+
 def test_a_time_in_which_not_all_can_end_is_refused() -> None:
     with pytest.raises(ValueError, match="no order ends every request within 10 s"):
         least_late(load(*[(0.0, 1000)] * 10), COST, 10, 0.01)
