@@ -74,8 +74,8 @@ OBJECTIVES = Experiment(
     quick="--limit 300",
     quick_runs=("azure code, 1.4", "mooncake synthetic, 1.0"),
     teaches="Order and pacing decide: the machine does the same work in the same time (requests/s at most a "
-    "thousandth below vLLM's, 3 % above it where prefixes are shared), and six to nine tenths of the requests that first "
-    "come, first served makes late almost to the last one are on time. What can't be on time is served later, "
+    "thousandth below vLLM's, 3 % above it where prefixes are shared), and six to nine tenths of the requests that "
+    "first come, first served makes late almost to the last one are on time. What can't be on time is served later, "
     "not never: all complete, and the longest wait is mostly shorter than vLLM's. It falls short in one "
     "place, the conversation trace at 1.0: 88.8 % on time where 90 % were asked for, with the longest E2E 24 % above "
     "vLLM's where 25 % were allowed. Knowing all arrivals and all lengths, at most 90.9 % would be possible within "
