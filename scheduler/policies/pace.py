@@ -20,7 +20,8 @@ FORGETTING = 0.998
 SOLVE_EVERY = 8
 PULL = 1e-3
 PREFILL_TOKENS = 128
-"""Smaller prefills cost what memory costs: they say nothing about arithmetic."""
+BEYOND_MEMORY = 1.5
+"""A smaller prefill says something about arithmetic only if its step takes that much longer than memory alone would."""
 _TOKENS, _CONTEXT, _ROWS = 1e-3, 1e-5, 1e-2
 """Scales that bring T, C and R near 1."""
 
@@ -41,7 +42,8 @@ class _LeastSquares:
     """Non-negative least squares over three features, older observations fading, pulled slightly towards a prior.
 
     The pull decides where the observations don't: steps of one size say nothing about what a larger one costs more.
-    The sums are plain numbers: for three features that is cheaper than arrays. They are only solved when somebody asks.
+    Only the prior's shape counts; how large it is, the observations say: a device may be a hundred times slower. The
+    sums are plain numbers: for three features that is cheaper than arrays. They are only solved when somebody asks.
     """
 
     def __init__(self, prior: Triple) -> None:
@@ -88,8 +90,10 @@ class _LeastSquares:
 
     def _solve(self, sums: tuple[float, ...], values: Triple) -> None:
         aa, ab, ac, bb, bc, cc = sums
+        foreseen = float(self._prior @ (aa, ab, ac))  # the first feature is 1
+        scale = values[0] / foreseen if foreseen > 0 else 1.0
         products = np.array(((aa, ab, ac), (ab, bb, bc), (ac, bc, cc))) + PULL * np.eye(3)
-        targets = np.array(values) + PULL * self._prior
+        targets = np.array(values) + PULL * scale * self._prior
         used = [0, 1, 2]
         while used:
             solved = np.linalg.solve(products[np.ix_(used, used)], targets[used])
@@ -114,7 +118,10 @@ class StepPace:
 
     def learn(self, size: StepSize, took_ns: int) -> None:
         """A step of this size took so long on the device."""
-        if size.tokens - size.rows >= PREFILL_TOKENS:
+        prefill = size.tokens > size.rows and (
+            size.tokens - size.rows >= PREFILL_TOKENS or took_ns > BEYOND_MEMORY * self._memory(size)
+        )
+        if prefill:
             self._prefill.learn((1.0, size.tokens * _TOKENS, size.context * _CONTEXT), float(took_ns))
         elif size.tokens == size.rows:
             self._decodes.learn((1.0, size.context * _CONTEXT, size.rows * _ROWS), float(took_ns))
@@ -130,16 +137,18 @@ class StepPace:
 
     def predict(self, size: StepSize) -> int:
         """Nanoseconds of a step of this size: the slower of what memory and arithmetic take."""
-        fixed, context, rows = self._decodes.weights()
-        memory = fixed + context * size.context * _CONTEXT + rows * size.rows * _ROWS
         arithmetic = self._arithmetic(size.tokens, size.context) if size.tokens > size.rows else 0.0
-        return int(max(memory, arithmetic, 1.0))
+        return int(max(self._memory(size), arithmetic, 1.0))
 
     @property
     def work_ns(self) -> tuple[float, float]:
         """What a token adds to a step that waits for arithmetic, and what a token that it attends adds."""
         _, tokens, attended = self._prefill.weights()
         return max(tokens, 1.0) * _TOKENS, attended * _CONTEXT
+
+    def _memory(self, size: StepSize) -> float:
+        fixed, context, rows = self._decodes.weights()
+        return float(fixed + context * size.context * _CONTEXT + rows * size.rows * _ROWS)
 
     def _arithmetic(self, tokens: int, context: int) -> float:
         fixed, each, attended = self._prefill.weights()

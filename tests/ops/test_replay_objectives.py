@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,24 @@ def test_under_overload_many_more_are_on_time_and_all_end_within_the_bound_of_th
     assert ours.completed == vllm.completed == 900
     assert ours.requests_per_s >= 0.97 * vllm.requests_per_s
     assert ours.latency.e2e_s.max <= 1.25 * vllm.latency.e2e_s.max
+
+
+@pytest.mark.parametrize("times", [1, 13, 100])
+def test_a_device_many_times_slower_than_a_large_gpu_is_paced_as_well(tmp_path: Path, times: int) -> None:
+    """Twice what it can do comes to it, and the objective's length of a step holds 170 tokens of prefill. The first step is larger."""
+    draw = random.Random(3)
+    rows = [
+        {"at_s": n * 0.0085 * times, "prompt_tokens": draw.randint(40, 760) if n else 600, "output_tokens": 12}
+        for n in range(200)
+    ]
+    each = {"token_ns": 42_000, "fixed_ns": 600_000, "context_ns": 80, "row_ns": 8_000}
+    ours = replayed(
+        *(write_lines(tmp_path / "t.jsonl", *rows), "--preset", "triptych", "--unknown-lengths", 8192, "--depth", 2),
+        *("--slo-ttft", 0.08 * times, "--slo-tpot", 0.008 * times),
+        *(part for name, ns in each.items() for part in ("--cost-set", f"{name}={ns * times}")),
+    ).runs[0]
+    assert ours.completed == 200
+    assert in_time(ours) > 0.5
 
 
 def test_late_requests_go_first_once_they_have_waited_their_bound(tmp_path: Path) -> None:

@@ -57,6 +57,39 @@ def test_a_device_that_becomes_slower_is_noticed() -> None:
     assert pace.tokens_within(50e6, 10_000) == pytest.approx(before / 2, rel=0.15)
 
 
+@pytest.mark.parametrize("times", [1, 13, 200])
+def test_one_step_tells_how_fast_a_device_is(times: int) -> None:
+    """The prior is a large GPU's; what it costs more than that must not be taken for the cost of an empty step."""
+    pace = StepPace()
+    cost = LinearCost(fixed_ns=0, token_ns=40_000 * times, context_ns=44 * times, row_ns=0)
+    pace.learn(StepSize(400, 400, 1), cost.step_ns(400, 400, 1))
+    assert pace.predict(StepSize(400, 400, 1)) == pytest.approx(cost.step_ns(400, 400, 1), rel=0.02)
+    assert pace.tokens_within(cost.step_ns(100, 0, 1), 0) == pytest.approx(100, abs=5)
+
+
+def test_small_prefills_on_a_slow_device_teach_what_a_token_costs() -> None:
+    """There no step as large as on a GPU fits the objective: who learned only from those would never see one."""
+    pace = StepPace()
+    cost = LinearCost(fixed_ns=2e6, token_ns=500_000, context_ns=1_000, row_ns=100_000, overlap=False)
+    draw = random.Random(7)
+    for _ in range(200):
+        rows = draw.randint(1, 8)
+        for tokens in (rows, rows + draw.randint(20, 100)):
+            size = StepSize(tokens, rows * 300, rows)
+            pace.learn(size, cost.step_ns(size.tokens, size.context, size.rows))
+    size = StepSize(80, 1500, 5)
+    assert pace.predict(size) == pytest.approx(cost.step_ns(80, 1500, 5), rel=0.1)
+
+
+def test_small_prefills_that_memory_hides_do_not_change_what_a_token_costs() -> None:
+    pace, cost = taught(LinearCost(), 300), LinearCost()
+    before = pace.tokens_within(50e6, 10_000)
+    for tokens in range(20, 120):
+        size = StepSize(tokens, 2_000, 4)
+        pace.learn(size, cost.step_ns(tokens, 2_000, 4))
+    assert pace.tokens_within(50e6, 10_000) == before
+
+
 def test_before_any_step_it_has_an_opinion_and_gives_no_negative_tokens() -> None:
     pace = StepPace()
     assert pace.tokens_within(50e6, 0) > 0
