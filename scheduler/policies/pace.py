@@ -20,8 +20,9 @@ FORGETTING = 0.998
 SOLVE_EVERY = 8
 PULL = 1e-3
 PREFILL_TOKENS = 128
-BEYOND_MEMORY = 1.5
-"""A smaller prefill says something about arithmetic only if its step takes that much longer than memory alone would."""
+BEYOND_MEMORY, BELOW_ARITHMETIC = 1.5, 0.7
+"""A smaller prefill says something about arithmetic only if its step takes that much longer than memory alone would, or
+so much less than arithmetic was thought to take."""
 _TOKENS, _CONTEXT, _ROWS = 1e-3, 1e-5, 1e-2
 """Scales that bring T, C and R near 1."""
 
@@ -61,7 +62,7 @@ class _LeastSquares:
         a, b, c = features
         aa, ab, ac, bb, bc, cc = self._products
         x, y, z = self._targets
-        keep = FORGETTING
+        keep = min(FORGETTING, 1.0 - 2.0 / (self.seen + 4.0))  # the first steps aren't typical: compiling, cold memory
         self._products = (
             keep * aa + a * a,
             keep * ab + a * b,
@@ -118,13 +119,17 @@ class StepPace:
 
     def learn(self, size: StepSize, took_ns: int) -> None:
         """A step of this size took so long on the device."""
-        prefill = size.tokens > size.rows and (
-            size.tokens - size.rows >= PREFILL_TOKENS or took_ns > BEYOND_MEMORY * self._memory(size)
-        )
-        if prefill:
+        if size.tokens > size.rows and self._tells_of_arithmetic(size, took_ns):
             self._prefill.learn((1.0, size.tokens * _TOKENS, size.context * _CONTEXT), float(took_ns))
         elif size.tokens == size.rows:
             self._decodes.learn((1.0, size.context * _CONTEXT, size.rows * _ROWS), float(took_ns))
+
+    def _tells_of_arithmetic(self, size: StepSize, took_ns: int) -> bool:
+        return (
+            size.tokens - size.rows >= PREFILL_TOKENS
+            or took_ns > BEYOND_MEMORY * self._memory(size)
+            or took_ns < BELOW_ARITHMETIC * self._arithmetic(size.tokens, size.context)
+        )
 
     def learn_decodes(self, first: StepSize, times_ns: Iterable[int]) -> None:
         """Steps of decodes alone went by, `first` the size of the first: the same rows throughout, each with one token

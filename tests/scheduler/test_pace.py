@@ -90,6 +90,19 @@ def test_small_prefills_that_memory_hides_do_not_change_what_a_token_costs() -> 
     assert pace.tokens_within(50e6, 10_000) == before
 
 
+@pytest.mark.parametrize("first_ns", [2_000_000_000, 20_000_000_000])
+def test_a_first_step_that_took_seconds_is_soon_forgotten(first_ns: int) -> None:
+    """A kernel was compiled in it. The steps after it are as small as can be, for as long as a token seems that dear."""
+    pace, cost, steps = StepPace(), LinearCost(), 0
+    pace.learn(StepSize(400, 400, 1), first_ns)
+    while (tokens := max(64, min(pace.tokens_within(46e6, 5_000), 8192))) < 900:
+        size = StepSize(tokens + 4, 5_000 + tokens, 5)
+        pace.learn(size, cost.step_ns(size.tokens, size.context, size.rows))
+        steps += 1
+        assert steps < 200
+    assert tokens == pytest.approx(1150, rel=0.25)
+
+
 def test_before_any_step_it_has_an_opinion_and_gives_no_negative_tokens() -> None:
     pace = StepPace()
     assert pace.tokens_within(50e6, 0) > 0
