@@ -92,7 +92,7 @@ def test_small_prefills_that_memory_hides_do_not_change_what_a_token_costs() -> 
 
 @pytest.mark.parametrize("first_ns", [2_000_000_000, 20_000_000_000])
 def test_a_first_step_that_took_seconds_is_soon_forgotten(first_ns: int) -> None:
-    """A kernel was compiled in it. The steps after it are as small as can be, for as long as a token seems that dear."""
+    """A kernel was compiled in it. The steps after it are as small as can be while a token seems that dear."""
     pace, cost, steps = StepPace(), LinearCost(), 0
     pace.learn(StepSize(400, 400, 1), first_ns)
     while (tokens := max(64, min(pace.tokens_within(46e6, 5_000), 8192))) < 900:
