@@ -63,7 +63,7 @@ def test_under_overload_many_more_are_on_time_and_all_end_within_the_bound_of_th
 
 @pytest.mark.parametrize("times", [1, 13, 100])
 def test_a_device_many_times_slower_than_a_large_gpu_is_paced_as_well(tmp_path: Path, times: int) -> None:
-    """Twice what it can do comes, and a step of the objective's length holds 170 tokens of prefill; the first is larger."""
+    """Twice what it can do comes, and a step of that length holds 170 tokens of prefill; the first is larger."""
     draw = random.Random(3)
     rows = [
         {"at_s": n * 0.0085 * times, "prompt_tokens": draw.randint(40, 760) if n else 600, "output_tokens": 12}
