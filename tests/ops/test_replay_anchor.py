@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from typing import Any
 
 import pytest
@@ -15,22 +16,43 @@ from tests.ops.replay_kit import TRACES, one
 GOLDEN = ROOT / "tests" / "data" / "golden" / "vllm_replay.json.gz"
 
 
+with gzip.open(GOLDEN) as file:
+    RECORDED: dict[str, Any] = json.load(file)
+
+
+def replayed_as(recorded: dict[str, Any]) -> RunResult:
+    """The same inputs under the `vllm` preset."""
+    trace, params = recorded["input"], recorded["params"]
+    return one(
+        *(TRACES / f"{trace['trace']}.gz", "--preset", "vllm", "--depth", 1, "--digest"),
+        *("--time-scale", trace["scale_pm"] / 1000, "--set", f"watermark={params['watermark']}"),
+        *("--set", f"enable_prefix_caching={str(params['prefix_caching']).lower()}"),
+        *("--blocks", params["blocks"], "--block-size", params["block_size"], "--slo-ttft", 2, "--slo-tpot", 0.05),
+        *("--max-num-seqs", params["max_num_seqs"], "--max-num-batched-tokens", params["max_num_batched_tokens"]),
+    )
+
+
+def decisions_of(recorded: dict[str, Any]) -> dict[str, int]:
+    return {**recorded["decision_crc32_at_step"], "all": recorded["decision_crc32"]}
+
+
 @pytest.fixture(scope="module")
 def anchor() -> dict[str, Any]:
-    with gzip.open(GOLDEN) as file:
-        found: dict[str, Any] = json.load(file)["main_azure_2023_code_1.0"]
+    found: dict[str, Any] = RECORDED["main_azure_2023_code_1.0"]
     return found
 
 
 @pytest.fixture(scope="module")
 def ours(anchor: dict[str, Any]) -> RunResult:
-    trace, params = anchor["input"], anchor["params"]
-    return one(
-        *(TRACES / f"{trace['trace']}.gz", "--preset", "vllm", "--depth", 1, "--digest"),
-        *("--time-scale", trace["scale_pm"] / 1000, "--set", f"watermark={params['watermark']}"),
-        *("--blocks", params["blocks"], "--block-size", params["block_size"], "--slo-ttft", 2, "--slo-tpot", 0.05),
-        *("--max-num-seqs", params["max_num_seqs"], "--max-num-batched-tokens", params["max_num_batched_tokens"]),
-    )
+    return replayed_as(anchor)
+
+
+@pytest.mark.skipif(
+    "ANCHORS" not in os.environ, reason="takes ten minutes: ANCHORS=1 make test TEST_ARGS='-k recorded'"
+)
+@pytest.mark.parametrize("name", sorted(RECORDED))
+def test_every_decision_of_every_recorded_run_is_the_same(name: str) -> None:
+    assert replayed_as(RECORDED[name]).decisions == decisions_of(RECORDED[name])
 
 
 def approx(value: float) -> Any:
@@ -43,7 +65,7 @@ def matches(found: Percentiles, wanted: dict[str, float], unit: float) -> None:
 
 
 def test_every_decision_is_the_same(ours: RunResult, anchor: dict[str, Any]) -> None:
-    assert ours.decisions == {**anchor["decision_crc32_at_step"], "all": anchor["decision_crc32"]}
+    assert ours.decisions == decisions_of(anchor)
 
 
 def test_what_was_offered_and_done_is_the_same(ours: RunResult, anchor: dict[str, Any]) -> None:

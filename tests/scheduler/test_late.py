@@ -141,6 +141,20 @@ def test_the_largest_of_those_who_come_give_way_so_that_what_is_due_fits_beside_
     assert queue.late.too_much([12_000], [2_000], StepPace()) == [False], "most of it is in the cache"
 
 
+def test_of_more_arrivals_than_are_kept_the_rate_is_told_from_those_that_are() -> None:
+    """A hundred a second are half of the device, then all of it; kept are as many as come in 20 s, not in a minute."""
+    queue = Queue()
+    queue.add(0, int(0.5 * TOKENS_A_SECOND * LEAST_LEFT_NS / SECOND))
+    for hundredth in range(6000):
+        queue.take(queue.add(hundredth / 100, 150 if hundredth % 2 else 90))
+    queue.look(60)
+    assert queue.late.too_much([90, 150], [90, 150], StepPace()) == [False, False], "all fit beside what is owed"
+    for hundredth in range(6000, 9000):
+        queue.take(queue.add(hundredth / 100, 250 + 10 * (hundredth % 3)))
+    queue.look(90)
+    assert queue.late.too_much([250, 270], [250, 270], StepPace()) == [False, True]
+
+
 def test_who_came_longer_than_a_minute_ago_says_nothing_about_who_comes() -> None:
     queue = Queue()
     half_a_device_owed(queue)
