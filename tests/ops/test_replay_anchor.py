@@ -48,7 +48,7 @@ def ours(anchor: dict[str, Any]) -> RunResult:
 
 
 @pytest.mark.skipif(
-    "ANCHORS" not in os.environ, reason="takes ten minutes: ANCHORS=1 make test TEST_ARGS='-k recorded'"
+    "ANCHORS" not in os.environ, reason="takes five minutes: ANCHORS=1 make test TEST_ARGS='-n 2 -k recorded_run'"
 )
 @pytest.mark.parametrize("name", sorted(RECORDED))
 def test_every_decision_of_every_recorded_run_is_the_same(name: str) -> None:
